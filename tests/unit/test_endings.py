@@ -70,8 +70,8 @@ def test_a_sweep_whose_reader_leaves_says_where_its_finished_rows_are(start, tmp
         ),
     ],
 )
-def test_what_is_proposed_after_an_early_end_can_be_typed_and_helps(finished, folder, sentence):
-    progress = SweepProgress(Console(file=io.StringIO()), ["time", "time"])
+def test_what_is_proposed_after_an_early_end_can_be_typed_and_helps(make_spec, finished, folder, sentence):
+    progress = SweepProgress(Console(file=io.StringIO()), [make_spec(), make_spec()])
     progress.finished = finished
     with (
         pytest.raises(Ended) as caught,

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +24,7 @@ from dpscope.results.schema import Result
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.sweep import SweepObserver
 from dpscope.units import format_bytes, format_duration, format_ms, format_traffic
+from dpscope.vocabulary.methods import STANDARD
 
 # For terminals that are not in Unicode: what says the same there.
 PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}
@@ -62,19 +62,27 @@ def _say_plainly(error: UnicodeError) -> tuple[str, int]:
     return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
-EARLY_ROWS = 4  # after fewer there is no telling how long the others take
+EARLY_ROWS = 4  # after fewer the time left is a rough guess
+START_SHARE = 0.5  # of the quickest row's time: imports, the model, the device
+METHOD_WORK = {STANDARD: 1.0, "flash": 1.3, "flat": 2.0}  # of a step; other methods as the slowest
+SLOWEST_WORK = 2.5
+
+
+def _work_of(spec: RunSpec) -> float:
+    """Return what a row's steps work, in tokens or samples, weighted by method: what its time grows with."""
+    samples = spec.batch_size * spec.accumulate * (spec.seq_len or 1) * (spec.warmup + spec.steps)
+    return samples * METHOD_WORK.get(spec.method, SLOWEST_WORK)
 
 
 class SweepProgress(SweepObserver):
     """Observes a sweep. Use as a context manager."""
 
-    def __init__(self, console: Console, instruments: Sequence[str]) -> None:
-        """Take the instrument of each row, in order, as `instruments`."""
+    def __init__(self, console: Console, specs: Sequence[RunSpec]) -> None:
         self._console = console
-        self._instruments = instruments
-        self.rows = rows = len(instruments)
+        self._specs = specs
+        self.rows = rows = len(specs)
         self.finished = 0
-        self._measured: dict[str, list[float]] = {}  # instrument -> seconds of its rows measured so far
+        self._measured: list[tuple[RunSpec, float]] = []  # rows measured so far, and their seconds
         self._started = 0.0
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -105,7 +113,7 @@ class SweepProgress(SweepObserver):
 
     def row_finished(self, row: int, result: Result, *, kept: bool) -> None:
         if not kept:
-            self._measured.setdefault(result.instrument, []).append(time.monotonic() - self._started)
+            self._measured.append((self._specs[row], time.monotonic() - self._started))
         self.finished += 1
         left = self._time_left(row)
         self._bar.update(self._all, note=left)
@@ -113,15 +121,19 @@ class SweepProgress(SweepObserver):
         self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
     def _time_left(self, row: int) -> str:
-        """Estimate the time left from the rows so far, for each instrument by its own rows."""
-        everything = [seconds for found in self._measured.values() for seconds in found]
-        ahead = self._instruments[row + 1 :]
-        if not (everything and ahead):
+        """Estimate the time left: for each row a start, and its work at the rate of the instrument's own rows so far."""
+        ahead = self._specs[row + 1 :]
+        if not (self._measured and ahead):
             return ""
-        left = format_duration(sum(mean(self._measured.get(name, everything)) for name in ahead))
-        # The first rows are ordinary training's, and of one instrument: others take longer.
-        early = set(ahead) - self._measured.keys() or self.finished < EARLY_ROWS
-        return f"at least {left} left" if early else f"about {left} left"
+        start = START_SHARE * min(seconds for _, seconds in self._measured)
+        seconds = 0.0
+        for spec in ahead:
+            own = [each for each in self._measured if each[0].instrument == spec.instrument] or self._measured
+            rate = sum(took - start for _, took in own) / sum(_work_of(each) for each, _ in own)
+            seconds += start + rate * _work_of(spec)
+        unknown = {spec.instrument for spec in ahead} - {spec.instrument for spec, _ in self._measured}
+        early = unknown or self.finished < EARLY_ROWS
+        return f"{'at least' if unknown else 'roughly' if early else 'about'} {format_duration(seconds)} left"
 
     def _line(self, row: int, result: Result, *, kept: bool, left: str) -> str:
         spec = RunSpec.from_dict(result.spec)

@@ -112,7 +112,7 @@ def follow_sweep(
     limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
     console = make_console()
     _say_what_will_not_fit(specs)
-    progress = SweepProgress(console, [spec.instrument for spec in specs])
+    progress = SweepProgress(console, specs)
     with _finished_rows_are_named(progress, folder, overwrite=overwrite):
         with progress:
             comparison = compare(
@@ -136,8 +136,9 @@ def _say_what_will_not_fit(specs: Sequence[RunSpec]) -> None:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        for line in rows_that_will_not_fit(specs, properties.total_memory, (properties.major, properties.minor)):
-            click.echo(f"{line}: it will be tried.")
+        line = rows_that_will_not_fit(specs, properties.total_memory, (properties.major, properties.minor))
+        if line:
+            click.echo(line)
 
 
 def _argument(path: Path) -> str:

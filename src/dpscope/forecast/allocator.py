@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
 from dpscope.units import MIB
@@ -133,6 +134,7 @@ class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._card = card
         self.segments = Segments(limit)
+        self.counting = True
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], MemoryBlock]] = {}
         workspaces = card.workspace_bytes
         for size in (workspaces // 2 - MIB // 2, workspaces // 2 - MIB // 2, MIB):
@@ -147,6 +149,8 @@ class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.segments.peak_allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_shard_type, types)):
+            return NotImplemented  # until it has come to the parts that this rank holds
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
@@ -159,11 +163,27 @@ class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: Tensor) -> None:
         """Allocate the storage of a tensor, if it is new."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._live and storage.nbytes():
-            block = self.segments.allocate(storage.nbytes())
-            self._live[address] = weakref.ref(storage, partial(self._free, address)), block
+        if self.counting and storage._cdata not in self._live:
+            self._take(storage)
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        if size := storage.nbytes():
+            address = storage._cdata
+            self._live[address] = weakref.ref(storage, partial(self._free, address)), self.segments.allocate(size)
+
+    def begin_again(self, limit: int | None) -> None:
+        """Forget what was taken at most so far; from now on so much may be reserved."""
+        self.segments.release()
+        self.segments.limit = limit
+        self.segments.peak_allocated, self.segments.peak_reserved = self.segments.allocated, self.segments.reserved
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage for what it is now: FSDP frees gathered parameters by making their storages empty."""
+        if storage._cdata in self._live:
+            self.segments.free(self._live.pop(storage._cdata)[1])
+        if storage.device.type == "meta":
+            self._take(storage)
 
     def _free(self, address: int, reference: object) -> None:
-        _, block = self._live.pop(address)
-        self.segments.free(block)
+        if address in self._live and self._live[address][0] is reference:
+            self.segments.free(self._live.pop(address)[1])

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpscope.errors import UserError
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators
@@ -50,7 +51,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
     allocator = Allocator(card, limit)
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
     with ExitStack() as stack:
-        for each in _patches():
+        for each in (*_patches(), patch.object(torch.UntypedStorage, "resize_", _resizing(allocator))):
             stack.enter_context(each)
         stack.enter_context(fake_autocast())
         stack.enter_context(cuda_operators(card))
@@ -134,6 +135,17 @@ def _patches() -> Iterator[Any]:
         yield patch.object(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None)
 
 
+def _resizing(allocator: Allocator) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+    plain: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        plain(storage, size)
+        allocator.note_resized(storage)
+        return storage
+
+    return resize
+
+
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     """Return a deep copy whose storage is counted."""
     copy: Tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -202,6 +214,8 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values[tensor] = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_shard_type, types)):
+            return NotImplemented
         kwargs = kwargs or {}
         known = self._known_arguments(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -211,12 +225,13 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except DynamicOutputShapeException:
-            return self._shaped_by_values(func, known)
+            device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            return self._shaped_by_values(func, known, device)
         if known is not None and _is_followed(result):
             self._follow(func, known, result)
         return result
 
-    def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None) -> Any:
+    def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None, device: torch.device) -> Any:
         """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
         if known is None:
             raise ReadsValues(
@@ -224,7 +239,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         with _disable_current_modes():
             value = func(*known[0], **known[1])
-        results = tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=DEVICE), value)
+        results = tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), value)
         for fake, each in zip(tree_leaves(results), tree_leaves(value), strict=True):
             self._values[fake] = each
         return results

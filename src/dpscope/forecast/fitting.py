@@ -15,6 +15,7 @@ from dpscope.forecast.cards import CARDS, Card
 from dpscope.forecast.probe import Probe, Say
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
+from dpscope.sentences import list_names
 from dpscope.units import format_bytes
 
 LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
@@ -100,12 +101,12 @@ def limited_by(step: StepForecast) -> str:
     return max(step.components, key=lambda name: step.components[name], default="")
 
 
-def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capability: tuple[int, int]) -> list[str]:
-    """Return a line for each row that is predicted to need more memory than there is; largest batches first."""
+def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capability: tuple[int, int]) -> str:
+    """Return one line that names the rows whose predicted peak is above the memory that is there; "" without any."""
     card = _card_like(memory_bytes, capability)
     found: list[str] = []
     kinds: dict[object, list[RunSpec]] = {}
-    for spec in dict.fromkeys(replace(each, instrument="time", options={}) for each in specs if each.world_size == 1):
+    for spec in dict.fromkeys(replace(each, instrument="time", options={}) for each in specs):
         kinds.setdefault(replace(spec, batch_size=1, seq_len=None), []).append(spec)
     for rows in kinds.values():
         for spec in sorted(rows, key=lambda each: -each.batch_size * (each.seq_len or 1)):
@@ -115,10 +116,12 @@ def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capabili
                 break  # the row itself will say what is wrong
             if peak <= memory_bytes:
                 break
-            found.append(
-                f"{spec.label} is predicted to peak at {format_bytes(peak)}; the GPU has {format_bytes(memory_bytes)}"
-            )
-    return found
+            found.append(f"{spec.label} ({format_bytes(peak)})")
+    if not found:
+        return ""
+    rows = "1 row is" if len(found) == 1 else f"{len(found)} rows are"
+    names = list_names(found, most=4)
+    return f"{rows} predicted not to fit into {format_bytes(memory_bytes)}, and will be tried: {names}."
 
 
 def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:

@@ -111,10 +111,17 @@ def plan(
         )
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
+    if prober is not None and specs[0].world_size > 1:
+        raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
     card, remarks = _card_for(asked, specs, say)
     found = [_plan_method(spec, card, asked, spent, say, prober) for spec in specs]
     if specs[0].compile != EAGER:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
+    if specs[0].world_size > 1:
+        remarks.append(
+            f"Peaks and batches are those of each of {specs[0].world_size} processes ({specs[0].parallel}). "
+            f"Sending takes what {specs[0].link_gbps:g} Gbit/s allow, behind computing as far as that reaches."
+        )
     if not card.measured and prober is None:
         remarks.append(f"Times are scaled from the {card.title}'s data sheet: only an H200 was measured.")
     private = any(resolve_method(spec.method).private for spec in specs)
@@ -158,13 +165,14 @@ def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[s
 def _plan_method(
     spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, say: Say, prober: Prober | None
 ) -> dict[str, Any]:
-    logical = asked.logical
+    logical, ranks = asked.logical, spec.world_size
+    share = math.ceil(logical / ranks)  # of a logical batch, on each process
     row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
     try:
         fit = (
-            largest_batch(spec, card, asked.batch_size or logical, say)
+            largest_batch(spec, card, asked.batch_size or share, say)
             if prober is None
-            else _probed_fit(spec, card, asked.batch_size or logical, say, prober)
+            else _probed_fit(spec, card, asked.batch_size or share, say, prober)
         )
     except UserError as refusal:
         return {**row, "refused": str(refusal)}
@@ -173,20 +181,21 @@ def _plan_method(
     if not fits:
         least = min(fit.points)
         return {**row, "needs_bytes": fit.points[least], "needs_batch": least}
-    batch = asked.batch_size or _even(fit.batch, logical)
+    # As few passes as a logical batch can take, none of them nearly empty.
+    batch = asked.batch_size or min(fit.batch, math.ceil(share / math.ceil(share / fit.batch)))
     say(f"{spec.method}: a step of {batch} in detail")
     step = forecast_step(replace(spec, batch_size=batch), card)
     if prober is not None:
         step = _corrected(spec, card, step, fit.probes, batch)
     row |= {
         "batch_size": batch,
-        "accumulation": math.ceil(logical / batch),
+        "accumulation": math.ceil(share / batch),
         "step": asdict(step),
         "limited_by": limited_by(step),
     }
-    row["samples_per_second"] = batch / step.seconds
+    row["samples_per_second"] = batch * ranks / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
-    return row | _training(asked, spent, row["logical_seconds"], private=resolve_method(spec.method).private)
+    return row | _training(asked, spent, row["logical_seconds"], ranks, private=resolve_method(spec.method).private)
 
 
 def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe], batch: int) -> StepForecast:
@@ -197,11 +206,6 @@ def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe
     return replace(step, peak_bytes=extrapolate(probes, batch).peak_bytes, seconds=seconds)
 
 
-def _even(largest: int, logical: int) -> int:
-    """Return the batch size that takes as few passes, none of them nearly empty."""
-    return min(largest, math.ceil(logical / math.ceil(logical / largest)))
-
-
 def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) -> BatchFit:
     """Probe small batches, and extrapolate to the card's memory."""
     probes = prober(spec, [size for size in (2, 4, 8, 16) if size <= max(4, most)], say)
@@ -210,7 +214,7 @@ def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) 
     return BatchFit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
 
 
-def _training(asked: Wish, spent: Privacy | None, seconds: float, *, private: bool) -> dict[str, Any]:
+def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *, private: bool) -> dict[str, Any]:
     """Return privacy, hours and money of a run whose logical step takes so many seconds."""
     if asked.samples is None or (spent is None and asked.hours is None):
         return {}
@@ -221,7 +225,7 @@ def _training(asked: Wish, spent: Privacy | None, seconds: float, *, private: bo
     found: dict[str, Any] = {"steps": steps, "hours": hours}
     if private and spent is not None:
         found["privacy"] = asdict(spent)
-    return found if asked.price_per_hour is None else {**found, "price": hours * asked.price_per_hour}
+    return found if asked.price_per_hour is None else {**found, "price": hours * cards * asked.price_per_hour}
 
 
 def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: Say) -> list[dict[str, Any]]:

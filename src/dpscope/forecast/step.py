@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,15 +15,18 @@ from torch.utils._pytree import tree_map_only
 
 from dpscope.batches import tensors_of
 from dpscope.errors import UserError
+from dpscope.flash.torch_side.shards import is_shard_type, local
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
+from dpscope.forecast.fake_world import fake_world
 from dpscope.forecast.work import Work
+from dpscope.instruments.collectives import CollectiveBytes
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.memory.record import Life
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
-from dpscope.vocabulary.components import INPUTS, UNATTRIBUTED
+from dpscope.vocabulary.components import GRADIENTS, INPUTS, UNATTRIBUTED
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
@@ -41,6 +44,7 @@ class StepForecast:
     seconds: float = 0.0
     gpu_seconds: float = 0.0
     host_seconds: float = 0.0
+    sending_seconds: float = 0.0  # between processes; what is not hidden behind computing comes on top
     families: dict[str, list[float]] = field(default_factory=dict)  # [flops, bytes, kernels, seconds]
     operators: int = 0
     kernels: int = 0
@@ -52,14 +56,24 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
     `detailed`: also say which component each byte of the peak is, and how long the step takes.
     `limit`: bytes that torch's allocator may reserve; `OutOfFakeMemory` is raised for a step that needs more.
     """
-    _require_predictable(spec)
+    if spec.simulate_world > 1:
+        spec = replace(spec, gpus=spec.simulate_world, simulate_world=1)
     small = build_workload(spec.workload, batch_size=min(SAMPLES, spec.batch_size), seq_len=spec.seq_len)
     batch = small.batch(spec.seed, torch.device("cpu"))
     require_batch_of(batch, min(SAMPLES, spec.batch_size))
+    alone = spec.world_size == 1
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        with _quiet(), open_device(card, limit) as device:
-            return _step(spec, card, device, small, batch, detailed)
+        with (
+            _quiet(),
+            open_device(card, limit if alone else None) as device,
+            fake_world(spec.settings, device.allocator),
+        ):
+            trainer = _trainer(spec, small)
+            if not alone:  # a model that is sharded is whole where it is born, unless that is nowhere (meta)
+                device.allocator.begin_again(limit)
+            batches = [tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)] * spec.accumulate
+            return _step(spec, card, device, trainer, batches, detailed)
     except (UserError, OutOfFakeMemory):
         raise
     except Exception as error:
@@ -73,14 +87,6 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def _require_predictable(spec: RunSpec) -> None:
-    if spec.world_size > 1:
-        raise UserError(
-            "the peak of several processes is not predicted: leave out --gpus and --simulate-world, or measure one "
-            "rank with dpscope compare --simulate-world"
-        )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -89,10 +95,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _step(
-    spec: RunSpec, card: Card, device: FakeDevice, workload: Workload, batch: Batch, detailed: bool
+    spec: RunSpec, card: Card, device: FakeDevice, trainer: TrainerBase, batches: list[Batch], detailed: bool
 ) -> StepForecast:
-    trainer = _trainer(spec, workload)
-    batches = [tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)] * spec.accumulate
     # The second step is like all that follow; a checkpointed model's blocks are chosen by what the first ones took.
     for _ in range(3 if spec.checkpoint_blocks else 2):
         trainer.train_step(*batches)
@@ -100,17 +104,19 @@ def _step(
     if not detailed:
         return StepForecast(peak, reserved)
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
-    with work.watching():
+    with work.watching(), CollectiveBytes() as sent:
         trainer.train_step(*batches)
+    sending = 8e-9 * sum(each["sent_bytes"] for each in sent.collectives.values()) / spec.link_gbps
     components = _components(trainer, batches, device)
     seen = sum(components.values())
     return StepForecast(
         peak,
         reserved,
         {**components, UNATTRIBUTED: peak - seen},
-        work.seconds,
+        max(work.seconds, sending),
         work.gpu_seconds,
         work.host_seconds,
+        sending,
         {family: list(total) for family, total in work.by_family.items()},
         work.operators,
         work.kernels,
@@ -130,13 +136,21 @@ def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
 class _FakeTracker(Tracker):  # type: ignore[no-untyped-call]
     """Follows the storages of the fake device, which lie on `meta`, as those of the CPU do."""
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (
+            NotImplemented if any(map(is_shard_type, types)) else super().__torch_dispatch__(func, types, args, kwargs)
+        )
+
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
         return super()._lives_of(tensor, operator) if tensor.device.type == "cuda" else []
 
 
 def _components(trainer: TrainerBase, batches: list[Batch], device: FakeDevice) -> dict[str, int]:
     def holdings() -> list[Any]:
-        return [*((INPUTS, "", tensor) for tensor in tensors_of(batches)), *trainer.holdings()]
+        buckets = getattr(getattr(trainer.model, "reducer", None), "buckets", ())  # of DDP
+        held = [*((INPUTS, "", tensor) for tensor in tensors_of(batches)), *trainer.holdings()]
+        held += [(GRADIENTS, "", bucket) for bucket in buckets]
+        return [(component, module, local(tensor)) for component, module, tensor in held]
 
     tracker = _FakeTracker("meta", trainer.plain_model, holdings)
     with tracker.tracking():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.cards import Card
 from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
@@ -75,6 +76,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phases.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_shard_type, types)):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.operators += 1

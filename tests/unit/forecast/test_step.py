@@ -21,6 +21,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.workloads.configs import make_config, workload_of
 from dpscope.workloads.workload import Workload
+from tests.torch_here import takes_shards
 
 H200 = CARDS["h200"]
 
@@ -173,9 +174,33 @@ def test_a_model_that_was_made_before_is_refused_in_a_sentence():
         forecast_step(early, H200)
 
 
-def test_several_processes_are_refused_in_a_sentence():
-    with pytest.raises(UserError, match="several processes"):
-        forecast_step(spec(gpus=2), H200)
+@pytest.mark.parametrize("method", ["standard", "flash", "flat"])
+def test_each_process_of_ddp_holds_buckets_as_large_as_its_gradients(method):
+    alone, spread = (forecast_step(spec(method, gpus=gpus), H200) for gpus in (1, 4))
+    buckets = 0 if method == "flat" else alone.components["model_parameters"]  # Opacus reduces each gradient by itself
+    assert spread.peak_bytes - alone.peak_bytes == pytest.approx(buckets, rel=0.15, abs=2**17)
+    assert sum(spread.components.values()) == spread.peak_bytes
+    assert alone.sending_seconds == 0 < spread.sending_seconds
+
+
+@takes_shards
+@pytest.mark.parametrize("method", ["standard", "flash"])
+def test_each_process_of_fsdp_holds_its_share_of_parameters_and_states(method):
+    alone, spread = (forecast_step(spec(method, gpus=gpus, parallel="fsdp"), H200) for gpus in (1, 4))
+    shards = spread.components["optimizer_states"] / alone.components["optimizer_states"]
+    assert shards == pytest.approx(0.25, rel=0.05)  # rows that four do not divide are padded
+    assert spread.peak_bytes < alone.peak_bytes
+    assert not torch.distributed.is_initialized()
+
+
+@takes_shards
+def test_a_model_that_is_too_large_for_one_card_fits_in_shards():
+    wide = replace(spec(), workload=make_config("tiny", num_layers=2, vocab_size=8192, hidden_dim=512))
+    shards = replace(wide, gpus=8, parallel="fsdp")
+    limit = forecast_step(shards, H200, detailed=False).reserved_bytes
+    forecast_step(shards, H200, detailed=False, limit=limit)
+    with pytest.raises(OutOfFakeMemory):
+        forecast_step(wide, H200, detailed=False, limit=limit)
 
 
 def test_an_unknown_card_is_refused_with_the_names_there_are():

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpscope.flash.gradients.contributions import Contribution, Kept
 from dpscope.flash.gradients.paths import Decision
@@ -42,7 +43,7 @@ class Slot:
         """Whether it is the whole of which this slot's parameter is a shard."""
         return (
             is_sharded(self.parameter)
-            and type(parameter) is nn.Parameter
+            and type(parameter) in (nn.Parameter, FakeTensor)  # the latter in a dry run
             and parameter.shape == self.parameter.shape
             and parameter.requires_grad == self.parameter.requires_grad
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -48,6 +49,7 @@ class RootTap(EngineTap):
         kwargs: dict[str, Any],
     ) -> Any:
         """A pass of the model: `forward` is its own, or what was compiled of it, the region."""
+        clear_what_is_compiled()
 
         def in_region(*args: Any, **kwargs: Any) -> Any:
             assert region is not None
@@ -84,3 +86,17 @@ class ZeroGradTap(EngineTap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
+
+
+def clear_what_is_compiled() -> None:
+    """Have `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
+
+    torch's wrapper clears the same parameters, and may be put around a model at any time after it was made private.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and "zero_grad" not in vars(compiler.OptimizedModule):
+        compiler.OptimizedModule.zero_grad = _zero_grad_of_the_original
+
+
+def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
+    compiled._orig_mod.zero_grad(set_to_none)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 @lru_cache(maxsize=64)
-def _is_dtensor(cls: type) -> bool:
+def is_shard_type(cls: type) -> bool:
     return any(base.__name__ == "DTensor" for base in cls.__mro__)  # by name: its import takes a second
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor: each rank holds a part of it."""
-    return _is_dtensor(type(tensor))
+    return is_shard_type(type(tensor))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`local` of each; the sequence itself where none is sharded."""
-    return [local(tensor) for tensor in tensors] if any(map(_is_dtensor, set(map(type, tensors)))) else tensors
+    return [local(tensor) for tensor in tensors] if any(map(is_shard_type, set(map(type, tensors)))) else tensors
 
 
 class ShardCut(NamedTuple):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
+from tests.torch_here import takes_compiled
 from tests.unit.flash.private_training import (
     CLASSES,
     FEATURES,
@@ -116,6 +117,20 @@ def test_clearing_gradients_through_the_model_is_as_good_as_through_the_optimize
         model.zero_grad()
         for got, want in zip(moved(before, model), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@takes_compiled
+def test_a_model_that_is_compiled_later_clears_gradients_as_the_model_does() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    compiled = torch.compile(private, backend="eager")
+    for x, y in list(loader)[:3]:
+        compiled.zero_grad()
+        F.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="zero_grad"):
+        F.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
 
 
 def test_accumulation_under_poisson_sampling_is_an_error() -> None:
