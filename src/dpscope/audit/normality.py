@@ -1,10 +1,8 @@
-"""Tests whether the noise of steps, in units of σC, consists of independent standard normals.
+"""Tests of noise: steps in units of σC should consist of independent standard normals.
 
 All tests together raise a false alarm with a probability of at most `FALSE_ALARM`, shared evenly among them. Each is
 exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, the squared cosine of two
-vectors of n values is Beta(1/2, (n − 1)/2), and the largest |z| is below t with a probability of P(|z| < t)ⁿ. The
-distributions are scipy's; what is tested are sums, so that a parameter may have any number of values.
-`VALUES_PER_PARAMETER` of them tell noise of half the size.
+vectors of n values is Beta(1/2, (n − 1)/2), and the largest |z| is below t with a probability of P(|z| < t)ⁿ.
 """
 
 from __future__ import annotations

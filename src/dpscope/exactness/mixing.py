@@ -1,8 +1,4 @@
-"""Test of mixing: if a sample's loss depends on the other samples of its batch, it has no gradient of its own.
-
-Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose
-output for a sample differs says where the samples meet.
-"""
+"""Test of mixing: each sample's loss in the batch against its loss alone, and the first module that differs."""
 
 from __future__ import annotations
 

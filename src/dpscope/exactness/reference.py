@@ -78,11 +78,7 @@ class Reference:
         return {name: found[name] for name in (self.names if names is None else names)}
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
-        """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far.
-
-        From the first one learns whether the gradient is right before clipping comes in, from the third every norm
-        (each factor is C/‖v_b‖ then), from the second that the two cases are told apart.
-        """
+        """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far."""
         norms = self.norms[self.norms > 0].sort().values
         return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
 

@@ -1,8 +1,4 @@
-"""A CUDA device that is not there: torch runs a step on fake tensors that say they lie on it.
-
-All that decides what a step allocates runs as it is: the model, autograd, autocast's rules for CUDA, the trainers,
-Opacus, flash clipping's engine with its cost model. Tensors have shapes, dtypes and storages, and no values. The same
-works in any build of torch, with or without a GPU.
+"""A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
 
 To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
 go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators

@@ -1,10 +1,4 @@
-"""The bytes a step has to move, from the sizes of its operators' tensors: for machines whose counters cannot be read.
-
-One step runs under a dispatch mode. Every distinct input of an operator is read once, every output is written once,
-what is changed in place is both; a view moves nothing. Tables hold the operators for which that is wrong; all other
-knowledge is in their schemas. Kernels that the dispatcher does not see announce theirs (see launches.py). That is what
-would pass through DRAM if no operator left anything in a cache for the next one and none read anything twice.
-"""
+"""Estimate of the bytes a step has to move, from its operators' tensor sizes (docs/method.md)."""
 
 from __future__ import annotations
 

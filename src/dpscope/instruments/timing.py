@@ -1,8 +1,4 @@
-"""The time instrument: how long a step takes.
-
-On CUDA, events are recorded around every step and read after one final synchronisation, so that steps follow each
-other as they would in training. On the CPU a monotonic clock is read around each step.
-"""
+"""The time instrument: CUDA events read after one final synchronisation, or a monotonic clock on the CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Findings: ranked statements about a comparison, with how much, why, what to do and how sure.
-
-What costs most comes first. The statements are those of the page; findings.json and findings.md hold them for scripts
-and for people who paste them.
-"""
+"""Findings: ranked statements about a comparison, with how much, why, what to do and how sure."""
 
 from __future__ import annotations
 

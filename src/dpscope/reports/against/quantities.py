@@ -1,8 +1,4 @@
-"""Quantities that two sweeps are compared by: how each is read off a row, and what counts as a change.
-
-Times have a spread, so a time changed only beyond it (`judge_by_spread`). Peak memory and bytes are counted once and
-repeat, so they changed beyond a small share (`judge_by_share`). Readings of two sources are shown and never compared.
-"""
+"""Quantities that two sweeps are compared by, and what counts as a change of each (docs/method.md)."""
 
 from __future__ import annotations
 
