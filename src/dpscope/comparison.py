@@ -43,7 +43,7 @@ class Comparison:
 
     Args:
         results: The results, one for each method, size and instrument.
-        folder: Where they are.
+        folder: The folder that holds them.
         files: The files they were read from.
         skipped: Files in the folder that are no results, with the reason.
 

@@ -57,7 +57,7 @@ def explain_import_error(error: ImportError) -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package (by its import name); None where there is none."""
+    """Return the version of an installed package (by its import name); None if there is none."""
     from importlib.metadata import PackageNotFoundError, version  # which few commands need
 
     try:

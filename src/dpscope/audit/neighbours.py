@@ -273,7 +273,7 @@ class NeighbourTest:
             )
 
     def _explain_shares(self, trial: Trial) -> Iterator[str]:
-        """Say what share a sample has of sums of nothing but itself, where that is not as it should be."""
+        """Explain a sample's wrong share of sums that hold nothing else."""
         loop = self._loop(trial.clip_norm, trial.silent)
         size = len(trial.batch)
         for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):

@@ -114,7 +114,7 @@ def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
 
 
 def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
-    """Yield all tests but that of repeated steps, on steps that repeat none."""
+    """Yield all tests except that of repeated steps."""
     yield from _sizes(steps, names)
     yield from _tails(steps, names)
     rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each

@@ -76,7 +76,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
 
 
 def require_memory(model: nn.Module, device: torch.device) -> None:
-    """Raise `UserError` where a check of the model would not fit: the system would end it without a word."""
+    """Raise `UserError` if a check of the model would not fit: the system would end it without a word."""
     copy_bytes = 8 * sum(p.numel() for p in model.parameters())
     places = [("this machine's memory", HOST_COPIES, free_memory())]
     if device.type == "cuda":

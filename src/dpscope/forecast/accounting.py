@@ -70,7 +70,7 @@ class PrivacyGoal:
 
 
 def account(goal: PrivacyGoal) -> Privacy:
-    """Find what a goal leaves open; raise `UserError` where what is given contradicts itself."""
+    """Find what a goal leaves open; raise `UserError` if what is given contradicts itself."""
     delta = goal.delta or 1 / (10 * goal.samples)
     rate = goal.sample_rate
     with _quiet():

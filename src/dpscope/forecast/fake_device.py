@@ -213,7 +213,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None) -> Any:
-        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
+        """Return the result of an operator whose shape depends on values (unique), if they are known."""
         if known is None:
             raise ReadsValues(
                 f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
@@ -226,7 +226,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments with values in the place of fake tensors; None where one has no value."""
+        """Return the arguments with values in the place of fake tensors; None if one has no value."""
         if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
             return None
         flat, spec = tree_flatten((args, kwargs))

@@ -74,7 +74,7 @@ def probe(spec: RunSpec, *, steps: int = 4, warmup: int = 3) -> Probe:
 
 
 def free_memory() -> None:
-    """Give back what nothing holds any more, cuBLAS's workspaces among it."""
+    """Free unused memory, cuBLAS's workspaces included."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

@@ -75,7 +75,7 @@ def _in_phase(family: str, phase: str | None) -> str:
 
 
 def short_kernel_name(name: str, length: int = 80) -> str:
-    """Return a demangled name without return type, namespaces and arguments, but with what it was instantiated for."""
+    """Return a demangled name without return type, namespaces and arguments, but with its template arguments."""
     name = name.removeprefix("void ").replace("<unnamed>::", "").replace("(anonymous namespace)::", "")
     head, _, arguments = name.partition("<")
     head = head.partition("(")[0].rpartition("::")[2]

@@ -34,7 +34,7 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 @contextmanager
 def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
-    """Push a range for every phase for as long as the context is open; with `autograd`, one for every operator too."""
+    """Push a range for every phase while the context is open; with `autograd`, one for every operator too."""
     emit = torch.autograd.profiler.emit_nvtx if autograd and nvtx_available() else nullcontext
     with listening(nvtx_range), emit():
         yield

@@ -107,7 +107,7 @@ def _memory_events(profiler: profile) -> list[int]:
 
 
 def _peak_rss() -> int | None:
-    """Return the process's highest resident set in bytes; None where the platform does not say."""
+    """Return the process's highest resident set in bytes; None if the platform does not say."""
     try:
         import resource
     except ImportError:

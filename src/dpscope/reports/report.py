@@ -150,7 +150,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
 
     def settings(row: Row) -> dict[str, Any]:
-        """Return what a row is, without its size; the model's dimensions among it."""
+        """Return the settings of a row without its size; the model's dimensions among it."""
         rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
         return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 

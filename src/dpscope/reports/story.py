@@ -51,7 +51,7 @@ def tell(rows: Sequence[Row]) -> Story:
 
 @dataclass(frozen=True)
 class Leaders:
-    """The private rows that no other beats: in time, in memory. Empty where there is nothing to compare."""
+    """The private rows that no other beats: in time, in memory. Empty if there is nothing to compare."""
 
     time: list[Row]
     memory: list[Row]

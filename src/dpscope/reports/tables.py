@@ -121,7 +121,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The size, and that the row is compiled where it is: a heading of what has no column for it."""
+        """Size of the row, and `compiled` if it is: for headings."""
         told = SETTINGS["compile"]
         return self.size if self.field("compile") == EAGER else f"{self.size}, {told.in_words(self.spec)}"
 
@@ -177,7 +177,7 @@ class Row:
 
     @property
     def steps(self) -> int | None:
-        """How many steps were timed; None where a file does not say."""
+        """How many steps were timed; None if a file does not say."""
         return len(self.timing["step_ms"]) if "step_ms" in self.timing else None
 
     @property
@@ -192,7 +192,7 @@ class Row:
 
     @property
     def work(self) -> int:
-        """Tokens of a step, or samples where there is no sequence."""
+        """Tokens of a step, or samples if there is no sequence."""
         return self.samples * (self.spec.get("seq_len") or 1)
 
     @property
@@ -236,7 +236,7 @@ class Row:
 
     @property
     def peak_source(self) -> str:
-        """How the peak that is shown was measured; empty where there is none, or the file does not say."""
+        """How the peak that is shown was measured; empty if there is none, or the file does not say."""
         return self.memory.get("source", "") if self.peak_bytes is not None else ""
 
     @property

@@ -58,7 +58,7 @@ class RankCosts:
 
     @property
     def link(self) -> Link | None:
-        """Computed, of a simulated world: how long a rank sends over its link."""
+        """Computed sending time of a rank in a simulated world."""
         return self.payload.get("link")
 
     def with_sending(self, step_ms: float | None) -> tuple[float, float] | None:

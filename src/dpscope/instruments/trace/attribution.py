@@ -15,7 +15,7 @@ ENGINE = "autograd::engine::evaluate_function"
 
 
 class PhaseTimeline:
-    """The phase at every moment: the one entered last of those that are open, on whatever thread.
+    """The phase at every moment: the open phase that was entered last, on any thread.
 
     Work that autograd's own threads launch during `backward` belongs to it, since the main thread waits there.
     """

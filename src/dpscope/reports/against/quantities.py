@@ -62,7 +62,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class SweepChange:
-    """A quantity before and now, and what can be said of the two."""
+    """Change of a quantity: before, now, and the verdict."""
 
     quantity: Quantity
     before: Reading
@@ -99,7 +99,7 @@ class SweepChange:
 
     @property
     def relative(self) -> float | None:
-        """-0.2: a fifth less than before. None where the two cannot be compared."""
+        """-0.2: a fifth less than before. None if the two cannot be compared."""
         if self.verdict in (NO_FIGURES, ANOTHER_SOURCE):
             return None
         assert self.now.value is not None and self.before.value is not None

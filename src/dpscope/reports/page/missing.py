@@ -157,14 +157,14 @@ def _works(row: Row, instrument: str) -> bool:
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Return how the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
+    """Return the instrument's options for rows of this size or setting, so that compared rows are measured alike."""
     nearest = [size, *(other for other in sizes if other.setting == size.setting)]
     found = (row.measured[instrument].spec for near in nearest for row in near.rows if instrument in row.measured)
     return dict(next(found, {}).get("options") or {})
 
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
-    """Return the sizes; where some of a size's methods were looked at, also which were not."""
+    """Return the sizes; if only some methods of a size were measured, also the others."""
     words = []
     for size, found in grouped(lacking, lambda each: each[1]).items():
         whole = len(found) == len({row.method for row in size.rows})

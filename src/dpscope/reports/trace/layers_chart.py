@@ -145,7 +145,7 @@ def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
-    """Return the phases of one of the two times."""
+    """Return the time of each phase, of the GPU or of the host."""
     phases = module.get("phases") if known else None
     return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
@@ -184,7 +184,7 @@ def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
 
 
 def _bar(modules: Costs) -> dict[str, Any] | None:
-    """Return one module, or all that are alike together; None where the results do not list it."""
+    """Return one module, or all that are alike together; None if the results do not list it."""
     if not modules:
         return None
     parts = Counter[str]()

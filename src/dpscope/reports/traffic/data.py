@@ -107,7 +107,7 @@ class Traffic:
 
     @cached_property
     def kernels(self) -> KernelRows | None:
-        """Measured kernel rows where there are any, or else the estimate's."""
+        """Measured kernel rows if there are any, or else the estimate's."""
         return kernels_in(self.data, MEASURED) or kernels_in(self.data, ESTIMATE)
 
     @property

@@ -45,7 +45,7 @@ class KernelRow(TypedDict):
 
 
 class Kernels(TypedDict, total=False):
-    """Empty where nothing was counted kernel by kernel."""
+    """Empty if nothing was counted kernel by kernel."""
 
     rows: list[KernelRow]
     calls_seen: int
@@ -54,7 +54,7 @@ class Kernels(TypedDict, total=False):
 
 
 class Estimate(TypedDict, total=False):
-    """Empty where it failed beside a measurement; without `kernels` where those stand in for measured ones."""
+    """Empty if it failed beside a measurement; without `kernels` where those stand in for measured ones."""
 
     dram_read_bytes: int
     dram_write_bytes: int
