@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Loads a subcommand's module only when it is asked for, so that --help is quick."""
+    """Group that loads a subcommand's module only when it is needed, so that --help is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -86,7 +86,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 class LoopFactory:
-    """Makes loops that all start from the same parameters: those of the first one."""
+    """Factory of loops that all start from the parameters of the first one."""
 
     def __init__(self, make_loop: MakeLoop, seed: int) -> None:
         self.make_loop = make_loop

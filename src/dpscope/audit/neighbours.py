@@ -58,7 +58,7 @@ class Trial:
 
 @dataclass
 class NeighbourTest:
-    """Runs the trials and collects their results."""
+    """Runner of the trials, with their results."""
 
     factory: LoopFactory
     samples: Samples

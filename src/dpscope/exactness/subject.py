@@ -138,7 +138,7 @@ def _require_repeatable(subject: Subject) -> None:
 
 
 class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether float64 tensors are turned into anything narrower."""
+    """Mode that records if float64 tensors are turned into anything narrower."""
 
     found: bool = False
 

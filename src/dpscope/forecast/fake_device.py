@@ -63,7 +63,7 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class _Mode(FakeTensorMode):
-    """Gives factories that C++ calls with the device that it sees, `meta`, the one that Python sees."""
+    """Mode that gives factories the device that Python sees, where C++ calls them with `meta`."""
 
     def __deepcopy__(self, memo: object) -> _Mode:  # of a copied tensor
         return self
@@ -184,7 +184,7 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows values where code may read them: of ids and masks of a batch, of counters.
+    """Mode that follows values which code may read: ids and masks of a batch, counters.
 
     Whole numbers and scalars that are made of such are computed on the CPU beside the fake tensors.
     """

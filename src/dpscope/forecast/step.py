@@ -128,7 +128,7 @@ def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
 
 
 class _FakeTracker(Tracker):  # type: ignore[no-untyped-call]
-    """Follows the storages of the fake device, which lie on `meta`, as those of the CPU do."""
+    """Tracker of the fake device's storages, which lie on `meta`."""
 
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
         return super()._lives_of(tensor, operator) if tensor.device.type == "cuda" else []

@@ -182,7 +182,7 @@ ON_A_CPU = (
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
+    """Mode that adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

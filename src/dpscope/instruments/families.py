@@ -1,4 +1,4 @@
-"""From the name of a kernel or of an operator of torch to a family that a person recognises."""
+"""Families of kernels and operators, by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs other programs: with a time limit, ended together with all they start, and when this process dies."""
+"""Other programs, run with a time limit; they end with all they started, and when this process dies."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
 
 
 def _measured_on(rows: Sequence[Row]) -> str:
-    """Return the model and the machine, as a caption has to name them."""
+    """Return the model and the machine, for a caption."""
     machines = []
     for environment in (row.first.environment for row in rows if row.first.environment):
         software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))

@@ -1,4 +1,4 @@
-"""Runs a row on several processes: `torch.distributed.run` starts `runner/rank_steps.py` on each rank.
+"""Launcher of a row on several processes: `torch.distributed.run` starts `runner/rank_steps.py` on each rank.
 
 It is a child of the row's, so that all ranks are in the row's process group.
 """

@@ -19,7 +19,7 @@ from dpscope.errors import UserError
 
 
 class Checkpoints:
-    """Counts the blocks that ran under a checkpoint; torch calls it, as `context_fn`, for each of them."""
+    """Count of blocks that ran under a checkpoint; torch calls it, as `context_fn`, for each of them."""
 
     def __init__(self) -> None:
         self.runs = 0

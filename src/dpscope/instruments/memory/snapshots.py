@@ -30,7 +30,7 @@ AFTER_WARMUP = "3_after_warmup"
 
 
 class Snapshots:
-    """Takes snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
+    """Camera of snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
 
     def __init__(self, device: str, *, private: bool) -> None:
         self.taken: list[Snapshot] = []

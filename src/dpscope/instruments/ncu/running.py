@@ -1,8 +1,4 @@
-"""ncu: which one there is, the command line that makes it count, and its messages in words.
-
-It runs around a program, with a time limit, and again without the metrics and options that it refuses. Each message
-comes with what a person can do about it: `dpscope doctor` and every measurement say the same.
-"""
+"""Runs of ncu around a program, with a time limit, repeated without metrics and options that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes time on the host and the GPU to phases, operators and modules."""
+"""Attribution of host and GPU time to phases, operators and modules."""
 
 from __future__ import annotations
 
