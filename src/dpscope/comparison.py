@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if everything was measured: no row failed, was skipped or ran out of memory."""
+        """True if everything was measured, so no row failed, was skipped or ran out of memory."""
         return all(result.ok for result in self.results)
 
     @classmethod
