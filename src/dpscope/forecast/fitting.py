@@ -1,4 +1,7 @@
-"""The largest physical batch that fits a card: peaks are nearly lines in the batch size, so a few steps suffice."""
+"""The largest physical batch that fits a card, and rows of a sweep that do not fit the GPU at hand.
+
+Peaks are nearly lines in the batch size, so a few steps suffice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Estimate of the bytes a step has to move, from its operators' tensor sizes (docs/method.md)."""
+"""Estimate of the bytes a step has to move: inputs read once, outputs written once (docs/method.md).
+
+Tables hold the operators for which that is wrong; all other knowledge is in their schemas.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reports say of some results, computed once and handed to text, page, figures and exports.
+"""Contents of a report, computed once and handed to text, page, figures and exports.
 
 Results become rows first: what was measured of one method at one size, together, and next to ordinary training.
 """

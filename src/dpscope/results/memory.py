@@ -1,4 +1,4 @@
-"""What a result says of memory: how bytes came and went, what the peak was made of, and whether it all adds up."""
+"""Memory of a result: how bytes came and went, what the peak was made of, and whether it all adds up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assembly of a trainer and its batches from a run spec."""
+"""Assembly of a trainer and its batches from a run spec, in a process group if there are several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a private trainer does between the steps of the Trainer's own loop, and its check of the first step.
+"""Work of a private trainer between the steps of the Trainer's own loop, and its check of the first step.
 
 The check: what should move moves, and nothing else does. Noise moves every trained parameter, so a run can look alive
 while no gradient reaches some of it: an adapter that is not active, a head that the loss does not use. And a frozen

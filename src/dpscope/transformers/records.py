@@ -1,4 +1,4 @@
-"""privacy.json: the part of a Trainer's checkpoint about privacy.
+"""Privacy records: ε so far, the steps that a target ε allows, and privacy.json in a Trainer's checkpoint.
 
 privacy.json tells which samples were drawn (the seed): anyone who has it can tell who took part in which step, and
 privacy by sampling is lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.

@@ -1,4 +1,7 @@
-"""Runs of ncu around a program, with a time limit, repeated without metrics and options that it refuses."""
+"""Runs of ncu around a program: its location, command line, time limit, and its messages with remedies.
+
+A run is repeated without the metrics and options that ncu refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines of nsys, and the few variables that the profiled program may see."""
+"""Location of nsys, what its version can do, its command lines, and the variables that the program may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Capture by nsys: run it around a program, make a report, and export that as SQLite."""
+"""Capture by nsys: run it around a program, make a report, and export that as SQLite.
+
+nsys writes the environment of all processes it finds into its report (docs/nsys.md). So it runs in a PID namespace of
+its own if the system allows one, and every export is searched for variables of others.
+"""
 
 from __future__ import annotations
 

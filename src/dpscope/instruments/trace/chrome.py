@@ -1,4 +1,4 @@
-"""What torch.profiler recorded: as the text of a Chrome trace, and read in memory.
+"""Recordings of torch.profiler: as the text of a Chrome trace, and read in memory.
 
 A profiler can be exported only once. Of work on the GPU its events in memory know what launched it and how long it
 took, but not when it ran.

@@ -1,4 +1,4 @@
-"""What the page cannot show, and why: rows that failed, files that were left out, instruments that did not look.
+"""Gaps of the page: rows that failed, files that were left out, instruments that were not used.
 
 The command lines beside it measure what is missing and nothing else, made from what results say of their specs.
 """

@@ -1,4 +1,4 @@
-"""What single modules cost: bytes they hold at the peak, and milliseconds where a trace has ranges around modules.
+"""Costs of single modules: bytes at the peak, and milliseconds if a trace has ranges around modules.
 
 The modules of several methods are on few lines: those that cost alike share one, and lines hold most of every cost.
 """
