@@ -133,7 +133,7 @@ class LoopFactory:
 
 
 class RunningLoop:
-    """A loop whose parameters and buffers are reset before every step, and nothing else of it.
+    """Loop whose parameters and buffers, and nothing else, are reset before every step.
 
     Steps without noise all draw the same random numbers: the same batch gives the same sum. A step that raises an error
     may leave anything behind, so a new loop then takes its place.
