@@ -1,4 +1,4 @@
-"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence where it cannot."""
+"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence if it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe.
+"""Console of commands: the terminal at its own width, or plain text of a fixed width into a pipe.
 
 A sweep as it happens is a live bar on a terminal, one plain line a row elsewhere.
 """
@@ -66,7 +66,7 @@ EARLY_ROWS = 4  # after fewer there is no telling how long the others take
 
 
 class SweepProgress(SweepObserver):
-    """Observes a sweep. Use as a context manager."""
+    """Progress of a sweep, as a context manager."""
 
     def __init__(self, console: Console, instruments: Sequence[str]) -> None:
         """Take the instrument of each row, in order, as `instruments`."""

@@ -41,7 +41,7 @@ def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
 
 
 class ProcessRanges:
-    """A listener that makes phases ranges of the whole process, for a tool that knows only the launching thread's.
+    """Listener that makes phases ranges of the whole process, for a tool that sees only the launching thread.
 
     Autograd launches kernels from threads of its own, which push nothing. One range is open at a time: a phase within a
     phase closes the outer one and opens it again, so that a kernel belongs to the innermost.

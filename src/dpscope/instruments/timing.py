@@ -19,7 +19,7 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 class CpuClock:
-    """Marks moments while steps run, and turns them into milliseconds afterwards."""
+    """Clock that marks moments while steps run, and turns them into milliseconds afterwards."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -33,7 +33,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """The same by the GPU's own clock."""
+    """Clock of the GPU, read through events."""
 
     def __init__(self) -> None:
         import torch

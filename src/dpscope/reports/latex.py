@@ -1,4 +1,4 @@
-"""Rows as tables for a paper: booktabs, captions that name the hardware, nothing that LaTeX would stumble over."""
+"""Rows as tables for a paper: booktabs, captions that name the hardware, with text escaped for LaTeX."""
 
 from __future__ import annotations
 

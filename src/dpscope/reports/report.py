@@ -107,7 +107,7 @@ class Report:
 
     @cached_property
     def stories(self) -> list[Story]:
-        """One for each of `sizes`."""
+        """Story of each of `sizes`."""
         return [tell(size.rows) for size in self.sizes]
 
     def rows_of(self, instrument: str) -> list[Row]:
@@ -134,7 +134,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows with the same model, number format, optimizer and so on: here a size in words names one comparison."""
+    """Rows with the same model, number format, optimizer and so on: within it, a size names one comparison."""
 
     label: str  # what tells it from the other settings; "" where there is but one
     rows: list[Row]

@@ -65,7 +65,7 @@ class Leaders:
 
     @property
     def unbeaten(self) -> list[Row]:
-        """In whatever was compared."""
+        """True if it leads in everything that was compared."""
         return [row for row in self.time or self.memory if row in (self.memory or self.time)]
 
     @property

@@ -13,7 +13,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")  # in 
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Figures by rank. Of a simulated world there is one rank, and the time of sending is computed."""
+    """Figures by rank. A simulated world has one rank and a computed sending time."""
 
     payload: RanksPayload
     world_size: int

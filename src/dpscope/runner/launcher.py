@@ -1,4 +1,4 @@
-"""The parent's side of one measurement: start a child, follow it, and turn however it ends into a result."""
+"""The parent's side of one measurement: start a child, follow it, and turn its end into a result."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
 
 
 class PrivacyCallback(TrainerCallback):
-    """Watches the first step, notes norms, and stops when the target ε is reached."""
+    """Callback that checks the first step, records norms, and stops when the target ε is reached."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

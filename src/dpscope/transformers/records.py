@@ -22,7 +22,7 @@ MOST_STEPS_LEFT = 2**40
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
-    """Return what the accountant says. Rényi divergences of equal steps add up: those of one are computed once."""
+    """Return what the accountant says. Rényi divergences of equal steps add up, so that one step is computed once."""
     if type(accountant) is not RDPAccountant:
         return float(accountant.get_epsilon(delta=delta))
     orders = tuple(accountant.DEFAULT_ALPHAS)

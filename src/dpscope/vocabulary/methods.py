@@ -18,7 +18,7 @@ STANDARD = "standard"  # the denominator of every ratio
 
 @dataclass(frozen=True)
 class Method:
-    """A name people type, and where its trainer class is."""
+    """Method: the name people type, and the place of its trainer class."""
 
     name: str
     trainer: str  # "package.module:Class"

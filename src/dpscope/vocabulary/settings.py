@@ -59,7 +59,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Switch:
-    """A check for what is on or off. A switch is off by default: its flag turns it on."""
+    """Check of a switch, on or off. A switch is off by default: its flag turns it on."""
 
     what: str
 

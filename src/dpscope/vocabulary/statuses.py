@@ -1,6 +1,6 @@
 """Statuses of a measurement, and exit codes of processes.
 
-A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so. By a signal n a process exits with
+A new status is a line in `STATUS_TABLE`. By a signal n a process exits with
 128 + n, as shells count (130 Ctrl-C, 143 SIGTERM).
 """
 

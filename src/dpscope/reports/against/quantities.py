@@ -23,7 +23,7 @@ UNDECIDED = (*REASONS, ANOTHER_SOURCE)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One quantity of one row. A ratio's spread is the widest that those of its two rows allow."""
+    """One quantity of one row. A ratio's spread is the widest that its two rows allow."""
 
     value: float | None = None
     spread: tuple[float, float] | None = None  # 10th and 90th percentile
@@ -90,7 +90,7 @@ class SweepChange:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """Before and now with their unit; an estimate is marked as one, and so is what is doubtful."""
+        """Before and now with their unit; estimates and doubtful values are marked."""
         before, now = (
             marked_estimate(marked(self.quantity.format(each.value), each.doubt), each.source == ESTIMATE)
             for each in (self.before, self.now)

@@ -88,7 +88,7 @@ IN_ORDER = sorted(INSTRUMENTS, key=lambda name: not INSTRUMENTS[name].works_ever
 
 @dataclass(frozen=True)
 class InstrumentGap:
-    """An instrument that did not look at some rows, and the commands that make it look at those and no others."""
+    """Instrument without figures for some rows, and the commands that measure exactly those."""
 
     what: str
     where: str  # "" for nowhere on the page

@@ -51,7 +51,7 @@ class TracedStep:
 
     @cached_property
     def difference(self) -> StepDifference | None:
-        """Against ordinary training; None for itself, and where that was not traced."""
+        """Difference to ordinary training; None for itself, or if that was not traced."""
         standard = self.row.standard
         other = None if standard is None or standard is self.row else traced_step(standard)
         if other is None:

@@ -40,7 +40,7 @@ LEAST_SHARE = 0.9  # of every method's whole, at least
 
 @dataclass(frozen=True)
 class ModuleLine:
-    """`modules`: for each method those that the line stands for; none where its results do not list them."""
+    """Line of a chart; `modules`: for each method the modules of the line, none if its results do not list them."""
 
     name: str
     modules: list[dict[str, Cost]]

@@ -66,7 +66,7 @@ LARGEST_BY_NAME = {"num_layers": MAX_MODULES, "num_classes": 10**6}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Everything that decides what is trained, validated on construction, as data that travels to a child process."""
+    """Description of what is trained: validated on construction, and sent to child processes as data."""
 
     kind: ClassVar[str]
     builder: ClassVar[str]  # "package.module:function" that makes a `Workload` of this config, a batch size, a length
