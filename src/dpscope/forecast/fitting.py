@@ -1,6 +1,6 @@
 """The largest physical batch that fits a card, and rows of a sweep that do not fit the GPU at hand.
 
-Peaks are nearly lines in the batch size, so few steps are looked at.
+Peaks are nearly lines in the batch size, so a few steps suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FARTHEST = 16  # times the largest batch that fits, to the next one that is trie
 
 @dataclass
 class BatchFit:
-    """`batch`: the largest that fits, 0 where not even one sample does; `points`: peaks in bytes by batch."""
+    """`batch`: the largest that fits, 0 if not even one sample does; `points`: peaks in bytes by batch."""
 
     batch: int
     limit: int

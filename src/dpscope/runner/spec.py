@@ -127,7 +127,7 @@ class RunSpec(TrainerSettings):
 
     @property
     def label(self) -> str:
-        """Name of this run for people: `ghost tiny bs4 seq128 fp32`."""
+        """Name of this run for people, such as `ghost tiny bs4 seq128 fp32`."""
         length = "" if self.seq_len is None else f" seq{self.seq_len}"
         later = (
             SETTINGS[name].flag[2:] + ("" if value is True else f"={value}") for name, value in self.changed().items()

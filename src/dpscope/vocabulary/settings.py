@@ -1,8 +1,6 @@
-"""The settings of a row: a field each, with all that commands, result files and reports say of it.
+"""Settings of a row: a field each, with all that commands, result files and reports say of it.
 
-A new setting is a field of `TrainerSettings`, and the code that heeds it. From the field come its flag in every
-measuring command, its argument of `dpscope.compare`, its check, its key in result files, its columns and words in
-reports, and its place in the commands under "Not measured".
+docs/architecture.md says how to add one.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Switch:
-    """A check for what is on or off. A switch is off by default: its flag turns it on."""
+    """Check of a switch, on or off. A switch is off by default: its flag turns it on."""
 
     what: str
 
