@@ -119,9 +119,9 @@ def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capabili
             found.append(f"{spec.label} ({format_bytes(peak)})")
     if not found:
         return ""
-    rows = "1 row is" if len(found) == 1 else f"{len(found)} rows are"
+    count = "1 row is" if len(found) == 1 else f"{len(found)} rows are"
     names = list_names(found, most=4)
-    return f"{rows} predicted not to fit into {format_bytes(memory_bytes)}, and will be tried: {names}."
+    return f"{count} predicted not to fit into {format_bytes(memory_bytes)}, and will be tried: {names}."
 
 
 def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:

@@ -608,9 +608,9 @@ def _apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
 def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
     """These rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
     tensor = tensor.movedim(dim, 0)
-    for group in rows.split(max(1, SLICE // max(1, tensor[:1].numel()))):
+    for group in torch.split(rows, max(1, SLICE // max(1, tensor[:1].numel()))):
         part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
-        yield from part.reshape(-1).split(SLICE)
+        yield from torch.split(part.reshape(-1), SLICE)
 
 
 def _altered(leaf: Tensor) -> Tensor:
