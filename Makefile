@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt package.json
 
 demo: $(READY)  ## compare standard, flat, ghost and flash training of a small model and show what privacy costs
 	@echo "==> comparing standard, flat, ghost and flash training, each in a process of its own"
-	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 --seq-len 128 \
+	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model small --batch-size 8 --seq-len 64 \
 		--out $(DEMO) --overwrite
 
 lint: $(READY)  ## ruff and mypy, also before each commit after `.venv/bin/pre-commit install`

@@ -23,7 +23,7 @@ GUIDE = Path(__file__).parents[1] / "docs" / "ncu-guide.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 HEADINGS = (
     *("method", "batch", "sequence", "DRAM read", "DRAM written", "× standard", "per token", "FLOP/byte", "L2 to SM"),
-    *("time of a step", "bandwidth", "of peak"),
+    *("step time", "bandwidth", "of peak"),
 )
 
 

@@ -335,14 +335,15 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     raw = link("benchmarks/results/headline.json")
     peak, peak_zh = run.get("peak", "of a clear step"), run.get("peak_zh", "取首步校验之后的步")
-    without = "".join(f"\n{line}" for line in reasons(run, chinese=chinese))
+    without = "".join(f"\n- {line}" for line in reasons(run, chinese=chinese))
+    without = without and f"\n\n{'没有数字的格子：' if chinese else 'Cells without a figure:'}\n{without}"
     if chinese:
         head = (
             f"一块 {run['device']}，bf16，AdamW，{run['date']}（{used}）。"
             "每步时间和显存峰值，相对同一次运行的普通训练："
         )
         foot = (
-            f"编译后的 flash 相对编译后的普通训练。峰值{peak_zh}。数值大于 1 表示更慢或更占显存。"
+            f"编译后的 flash 相对编译后的普通训练。峰值{peak_zh}。数值大于 1 表示更慢或更占显存。波动见原始数据。"
             f"命令：`{run['command']}`；[原始数据]({raw})。{without}"
         )
     else:
@@ -352,7 +353,7 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
         )
         foot = (
             f"Compiled flash is relative to compiled ordinary training. Peaks are {peak}. Above 1 is slower or larger. "
-            f"Command: `{run['command']}`; [raw figures]({raw}).{without}"
+            f"Spread: in the raw figures. Command: `{run['command']}`; [raw figures]({raw}).{without}"
         )
     return "\n".join([head, "", *table(run, chinese=chinese), "", foot])
 

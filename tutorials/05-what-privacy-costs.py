@@ -269,8 +269,11 @@ One NVIDIA H200, bf16, AdamW, 2026-11-16 (torch 2.11.0, triton 3.6.0, opacus 1.6
 | ViT-B/16, batch 32 | 21 ms, 3.5 GiB | 3.68×, 2.01× | 5.14×, 1.13× | 1.44×, 0.91× | not measured | not measured |
 | Llama 1.2B with LoRA r=16, 8 × 512 | 71 ms, 17.0 GiB | 1.10×, 1.03× | 1.89×, 1.08× | 1.08×, 0.98× | not measured | not measured |
 
-Compiled flash is relative to compiled ordinary training. Peaks are of all steps, the first included, in which flash clipping verifies the model. Above 1 is slower or larger. Command: `python benchmarks/rivals.py OUT`; [raw figures](../benchmarks/results/headline.json).
-GPT-2 124M, 16 × 512, Opacus ghost: Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear)).
+Compiled flash is relative to compiled ordinary training. Peaks are of all steps, the first included, in which flash clipping verifies the model. Above 1 is slower or larger. Spread: in the raw figures. Command: `python benchmarks/rivals.py OUT`; [raw figures](../benchmarks/results/headline.json).
+
+Cells without a figure:
+
+- GPT-2 124M, 16 × 512, Opacus ghost: Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear)).
 <!-- headline: end -->
 
 Small steps are host-bound: their ratio depends on the CPU, and compiling helps. With LoRA adapters per-sample gradients are tiny, and even flat clipping is cheap. Measure *your* model.

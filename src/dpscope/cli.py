@@ -1,4 +1,4 @@
-"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence where it cannot."""
+"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence if it cannot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Loads a subcommand's module only when it is asked for, so that --help is quick."""
+    """Group that loads a subcommand's module only when it is needed, so that --help is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

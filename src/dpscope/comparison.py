@@ -43,7 +43,7 @@ class Comparison:
 
     Args:
         results: The results, one for each method, size and instrument.
-        folder: Where they are.
+        folder: The folder that holds them.
         files: The files they were read from.
         skipped: Files in the folder that are no results, with the reason.
 
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if everything was measured: no row failed, was skipped or ran out of memory."""
+        """True if everything was measured, so no row failed, was skipped or ran out of memory."""
         return all(result.ok for result in self.results)
 
     @classmethod

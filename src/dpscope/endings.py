@@ -58,7 +58,7 @@ def ends_in_a_sentence() -> Iterator[None]:
 
 
 def leave(ok: bool) -> NoReturn:
-    """End a command that has done what it was asked for."""
+    """End a command that succeeded."""
     raise SystemExit(ALL_OK if ok else SOME_NOT_OK)
 
 
@@ -118,7 +118,7 @@ def _leave(ending: Ended) -> NoReturn:
 
 @contextlib.contextmanager
 def _signals_raise(*numbers: signal.Signals) -> Iterator[None]:
-    """Turn signals into `Terminated`, except those that somebody has arranged otherwise (nohup)."""
+    """Turn signals into `Terminated`, except those that have another handler (nohup)."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)

@@ -6,7 +6,7 @@ class UserError(ValueError):
 
 
 class MeasurementFailed(Exception):
-    """A row that ran, and whose figures mean nothing. The message is the reason that the row gives."""
+    """Failure of a row that ran, but whose figures mean nothing. The message is the reason that the row gives."""
 
 
 class RankEnded(MeasurementFailed):

@@ -46,7 +46,7 @@ def require(*packages: str) -> None:
 
 
 def explain_import_error(error: ImportError) -> str | None:
-    """Return the sentence for a package that is missing or broken; None if it is dpscope's own module that is."""
+    """Return the sentence for a package that is missing or broken; None if the module is dpscope's own."""
     name = error.name or ""
     package = name.partition(".")[0]
     if not package or package == "dpscope":
@@ -57,7 +57,7 @@ def explain_import_error(error: ImportError) -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package (by its import name); None where there is none."""
+    """Return the version of an installed package (by its import name); None if there is none."""
     from importlib.metadata import PackageNotFoundError, version  # which few commands need
 
     try:

@@ -20,10 +20,10 @@ def is_own_source(file: str) -> bool:
 
 
 def path_from(folder: Path, file: str) -> str:
-    """Return a file as it is found from a folder: `../model.py`; `~/model.py` from outside of one's home.
+    """Return a file as it is found from a folder: `../model.py`; `~/model.py` from outside of the home directory.
 
-    A path in somebody else's home, which a command typed here cannot use, is the file's name alone. Elsewhere a path
-    says nothing of a person and stays as it is.
+    A path in another user's home, which a command typed here cannot use, is the file's name alone. Any other path
+    stays as it is.
     """
     path = Path(file)
     if not path.is_absolute():
@@ -60,7 +60,7 @@ def _is_above_homes(folder: Path) -> bool:
 
 
 def _homes() -> list[Path]:
-    """Return the home of who runs this, as it is called and, where that is a link, as it is."""
+    """Return the user's home directory, and what it points to if it is a link."""
     try:
         return list(dict.fromkeys((Path.home(), Path.home().resolve())))
     except RuntimeError:  # a user without one

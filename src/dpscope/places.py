@@ -1,4 +1,4 @@
-"""Things named by where they are: `FILE.py:function` or `package.module:function`."""
+"""Objects named by their place: `FILE.py:function` or `package.module:function`."""
 
 from __future__ import annotations
 

@@ -179,6 +179,27 @@ def test_names_in_the_recipes_are_in_the_files_of_their_steps():
     ]
 
 
+def names_of_packages(text: str) -> list[tuple[str, str]]:
+    """Files that the map of the larger packages names, `**`folder/`**` and lists below it, and that are not there."""
+    part = text.partition("### Inside the larger packages")[2].partition("\n### ")[0]
+    sections = re.findall(r"^\*\*`(\w+)/`\*\*$(.*?)(?=^\*\*|\Z)", part, re.MULTILINE | re.DOTALL)
+    package = ROOT / "src" / "dpscope"
+    named = [(folder, name) for folder, lists in sections for name in re.findall(r"`((?:\w+/)*\w+\.py)`", lists)]
+    return [
+        (folder, name)
+        for folder, name in named
+        if not (package / name).is_file() and not list((package / folder).rglob(name))
+    ]
+
+
+def test_the_map_of_packages_names_files_that_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert names_of_packages(page) == []
+    assert names_of_packages("### Inside the larger packages\n\n**`audit/`**\n\n- `loop.py`, `gone.py`\n") == [
+        ("audit", "gone.py")
+    ]
+
+
 def python_in(page: str) -> list[str]:
     return re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL

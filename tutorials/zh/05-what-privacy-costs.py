@@ -255,8 +255,11 @@ DataFrame(lines)
 | ViT-B/16，批大小 32 | 21 ms，3.5 GiB | 3.68×，2.01× | 5.14×，1.13× | 1.44×，0.91× | 未测 | 未测 |
 | Llama 1.2B，LoRA r=16，8 × 512 | 71 ms，17.0 GiB | 1.10×，1.03× | 1.89×，1.08× | 1.08×，0.98× | 未测 | 未测 |
 
-编译后的 flash 相对编译后的普通训练。峰值取所有步，包括 flash clipping 校验模型的第一步。数值大于 1 表示更慢或更占显存。命令：`python benchmarks/rivals.py OUT`；[原始数据](../../benchmarks/results/headline.json)。
-GPT-2 124M，16 × 512，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear))。
+编译后的 flash 相对编译后的普通训练。峰值取所有步，包括 flash clipping 校验模型的第一步。数值大于 1 表示更慢或更占显存。波动见原始数据。命令：`python benchmarks/rivals.py OUT`；[原始数据](../../benchmarks/results/headline.json)。
+
+没有数字的格子：
+
+- GPT-2 124M，16 × 512，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear))。
 <!-- headline: end -->
 
 小的训练步受主机限制：比值取决于 CPU，编译会有帮助。用 LoRA 时逐样本梯度很小，连 flat 裁剪也不贵。请测量**你自己的**模型。

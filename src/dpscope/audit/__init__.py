@@ -1,4 +1,4 @@
-"""Tests whether a training loop does what privacy accounting assumes: black box, through parameter updates alone.
+"""Audit of a training loop: does it do what privacy accounting assumes? It sees parameter updates alone.
 
 loop -> samples -> neighbours, noise, accounting -> verdict. Importing this imports no torch.
 """

@@ -86,7 +86,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 class LoopFactory:
-    """Makes loops that all start from the same parameters: those of the first one."""
+    """Factory of loops that all start from the parameters of the first one."""
 
     def __init__(self, make_loop: MakeLoop, seed: int) -> None:
         self.make_loop = make_loop
@@ -133,7 +133,7 @@ class LoopFactory:
 
 
 class RunningLoop:
-    """A loop whose parameters and buffers are reset before every step, and nothing else of it.
+    """Loop whose parameters and buffers, and nothing else, are reset before every step.
 
     Steps without noise all draw the same random numbers: the same batch gives the same sum. A step that raises an error
     may leave anything behind, so a new loop then takes its place.

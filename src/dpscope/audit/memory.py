@@ -1,4 +1,4 @@
-"""The host's memory: what is free, and giving back what is not used any more."""
+"""Memory of the host: how much is free, and how to release unused memory."""
 
 from __future__ import annotations
 

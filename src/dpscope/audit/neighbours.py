@@ -1,12 +1,6 @@
-"""Test of neighbouring batches, which differ in one sample: how far the noiseless sum moves.
+"""Test of neighbouring batches: removing a sample moves the noiseless sum by at most C, replacing one by at most 2C.
 
-With every sample's share of the sum at most C in norm, removing a sample moves it by at most C and replacing one by at
-most 2C, whatever the other samples are. All privacy accounting rests on this and on nothing else of the gradient.
-
-All steps draw the same random numbers. A model that draws some (dropout) is compared with one sample replaced; with one
-removed the others would draw other numbers, so that its randomness is switched off for that.
-
-A batch is moved three ways, each on one loop that lives through all of its batches, as in training:
+All privacy accounting rests on this. A batch is moved three ways, each on one loop, as in training:
 
     copies     one sample B times, C a little above its norm: what a neighbour does to the others adds up B − 1 times
     clipped    ordinary samples in batches of sizes that coincide with other lengths, C far below their norms
@@ -64,7 +58,7 @@ class Trial:
 
 @dataclass
 class NeighbourTest:
-    """Runs the trials and collects their results."""
+    """Runner of the trials, with their results."""
 
     factory: LoopFactory
     samples: Samples
@@ -279,7 +273,7 @@ class NeighbourTest:
             )
 
     def _explain_shares(self, trial: Trial) -> Iterator[str]:
-        """Say what share a sample has of sums of nothing but itself, where that is not as it should be."""
+        """Explain a sample's wrong share of sums that hold nothing else."""
         loop = self._loop(trial.clip_norm, trial.silent)
         size = len(trial.batch)
         for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):

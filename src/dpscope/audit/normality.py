@@ -1,10 +1,8 @@
-"""Tests whether the noise of steps, in units of σC, consists of independent standard normals.
+"""Tests of noise: steps in units of σC should consist of independent standard normals.
 
 All tests together raise a false alarm with a probability of at most `FALSE_ALARM`, shared evenly among them. Each is
 exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, the squared cosine of two
-vectors of n values is Beta(1/2, (n − 1)/2), and the largest |z| is below t with a probability of P(|z| < t)ⁿ. The
-distributions are scipy's; what is tested are sums, so that a parameter may have any number of values.
-`VALUES_PER_PARAMETER` of them tell noise of half the size.
+vectors of n values is Beta(1/2, (n − 1)/2), and the largest |z| is below t with a probability of P(|z| < t)ⁿ.
 """
 
 from __future__ import annotations
@@ -116,7 +114,7 @@ def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
 
 
 def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
-    """Yield all tests but that of repeated steps, on steps that repeat none."""
+    """Yield all tests except that of repeated steps."""
     yield from _sizes(steps, names)
     yield from _tails(steps, names)
     rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each

@@ -1,6 +1,6 @@
 """Random states of a process, held fixed where two steps are compared.
 
-Dropout and stochastic depth are part of a step: two steps tell what one sample did only where both draw the same.
+Dropout and stochastic depth are part of a step: two steps show the effect of one sample only if both draw the same.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Neighbours and noise were tried, and nothing that was tried is a breach."""
+        """True if neighbours and noise were tried, and no test found a breach."""
         return not self.breached and NOT_TRIED not in (self.neighbours.verdict, self.noise.verdict)
 
     def findings(self) -> Iterator[tuple[str, Finding]]:

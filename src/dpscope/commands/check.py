@@ -82,12 +82,10 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings o
 def command(
     methods: list[str] | None, batch_size: int, device: str, paths: bool, json_file: Path | None, **options: Any
 ) -> None:
-    """Hold each method's norms, factors and clipped sums against one sample at a time through plain autograd.
+    """Compare each method's norms, factors and clipped sums with one sample at a time through plain autograd.
 
-    A method takes one noiseless step at each of three clip norms; what it did to the parameters is all that is looked
-    at, so that any method can be put to the test. Then its steps on neighbouring batches, its noise and its accountant
-    are tried. Exit code 0: every method that ran is exact and breaches nothing. 1: one is not or does, or none ran.
-    2: wrong usage, or a workload that cannot be checked.
+    Then test its steps on neighbouring batches, its noise and its accountant. Exit code 0: every method that ran is
+    exact and breaches nothing. 1: one is not or does, or none ran. 2: wrong usage, or it cannot be checked.
     """
     config = workload_from(options)
     seq_len = options.pop("seq_len")

@@ -1,4 +1,4 @@
-"""Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe.
+"""Console of commands: the terminal at its own width, or plain text of a fixed width into a pipe.
 
 A sweep as it happens is a live bar on a terminal, one plain line a row elsewhere.
 """
@@ -75,7 +75,7 @@ def _work_of(spec: RunSpec) -> float:
 
 
 class SweepProgress(SweepObserver):
-    """Observes a sweep. Use as a context manager."""
+    """Progress of a sweep, as a context manager."""
 
     def __init__(self, console: Console, specs: Sequence[RunSpec]) -> None:
         self._console = console
@@ -121,7 +121,7 @@ class SweepProgress(SweepObserver):
         self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
     def _time_left(self, row: int) -> str:
-        """Estimate the time left: for each row a start, and its work at the rate of the instrument's rows so far."""
+        """Estimate the time left: for each row a start, and its work at the rate of earlier rows of the instrument."""
         ahead = self._specs[row + 1 :]
         if not (self._measured and ahead):
             return ""

@@ -36,7 +36,7 @@ def _print_guide(context: click.Context, parameter: click.Parameter, asked: bool
 def command(print_command: bool, **options: Any) -> None:
     """Count the bytes that one step moves through DRAM and L2: each method at every batch size and sequence length.
 
-    Bytes come from Nsight Compute, time from a run without it. Where ncu cannot count (none installed, no permission,
+    Bytes come from Nsight Compute, time from a run without it. If ncu cannot count (none installed, no permission,
     no GPU) the bytes are estimated from tensor sizes and say so.
 
     \b

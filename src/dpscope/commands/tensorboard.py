@@ -1,8 +1,4 @@
-"""A TensorBoard log of rows that were traced: scalars, tables as text, figures as images, and the traces themselves.
-
-TensorBoard's own profiler tab is no longer maintained, so everything a person needs is in its standard tabs, which
-work offline; the traces lie where that tab would look for them (`*.pt.trace.json.gz`).
-"""
+"""TensorBoard log of traced rows, in its standard tabs, which work offline (docs/traces.md)."""
 
 from __future__ import annotations
 

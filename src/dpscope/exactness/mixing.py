@@ -1,8 +1,4 @@
-"""Test of mixing: if a sample's loss depends on the other samples of its batch, it has no gradient of its own.
-
-Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose
-output for a sample differs says where the samples meet.
-"""
+"""Test of mixing: each sample's loss in the batch against its loss alone, and the first module that differs."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def find_mixing(subject: Subject) -> str | None:
 
 
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
-    """Return the gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
+    """Return the gradient of the sum of all losses, by parameter; None if the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
     found = gradients_by_name(subject.loss(model, batch).sum(), model)
     return {name: None if g is None else g.cpu().double() for name, g in found.items()}

@@ -58,7 +58,7 @@ class Reference:
             turn.clear()  # the caller still has it while the next is computed
 
     def release(self) -> None:
-        """Let go of what is held, where that is not all."""
+        """Free the gradients that are held, unless they are all."""
         if len(self.turns) > 1:
             self._held.clear()
             release_memory()
@@ -78,11 +78,7 @@ class Reference:
         return {name: found[name] for name in (self.names if names is None else names)}
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
-        """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far.
-
-        From the first one learns whether the gradient is right before clipping comes in, from the third every norm
-        (each factor is C/‖v_b‖ then), from the second that the two cases are told apart.
-        """
+        """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far."""
         norms = self.norms[self.norms > 0].sort().values
         return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
 
@@ -199,7 +195,7 @@ def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[
 
 @dataclass(frozen=True)
 class Fit:
-    """The c for which Σ_b c_b v_b comes nearest to an update: `factors` (B,), NaN where a sample has no gradient.
+    """The c for which Σ_b c_b v_b comes nearest to an update: `factors` (B,), NaN if a sample has no gradient.
 
     condition   by how much rounding is amplified in the factors: large where samples' gradients are nearly parallel
     """
@@ -211,7 +207,7 @@ class Fit:
 def fit_factors(reference: Reference, comparison: UpdateComparison, names: Sequence[str]) -> Fit:
     """Return the factors that explain the update of these parameters: least squares, gradients scaled to length one.
 
-    Nothing of a method is needed for it but what it did to the parameters.
+    All that it needs of a method is what it did to the parameters.
     """
     gram = sum((reference.grams[name] for name in names), torch.zeros(()))
     shares = sum((comparison.shares[name] for name in names), torch.zeros(()))
@@ -236,7 +232,7 @@ def find_residuals(reference: Reference, update: Tensors, fit: Fit, names: Seque
 
 
 def relative_errors(found: Tensors, wanted: Tensors) -> dict[str, float]:
-    """Return ‖found − wanted‖ / ‖wanted‖ by parameter of `found`; infinite where it is not a number."""
+    """Return ‖found − wanted‖ / ‖wanted‖ by parameter of `found`; infinite if it is not a number."""
     differences = {name: float((value.double() - wanted[name].double()).norm()) for name, value in found.items()}
     return _relative(differences, {name: float(wanted[name].double().norm()) for name in found})
 

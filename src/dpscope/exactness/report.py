@@ -59,7 +59,7 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """A workload and every method that was put to the test on it."""
+    """Check of a workload: the verdict of every method."""
 
     workload: str
     dtype: str
@@ -80,7 +80,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Some method ran, every one that ran is exact and breaches nothing, and the workload allows it."""
+        """True if some method ran, all that ran are exact and breach nothing, and the workload allows it."""
         ran = [method for method in self.methods if method.verdict != SKIPPED]
         breached = any(audit.breached for audit in self.audits.values())
         return bool(ran) and not self.faults and not breached and all(method.verdict == EXACT for method in ran)

@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def tied(self) -> list[list[str]]:
-        """Names of one and the same parameter, for every parameter that has several."""
+        """Names of each parameter that has several."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -76,7 +76,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
 
 
 def require_memory(model: nn.Module, device: torch.device) -> None:
-    """Raise `UserError` where a check of the model would not fit: the system would end it without a word."""
+    """Raise `UserError` if a check of the model would not fit: the system would end it without a word."""
     copy_bytes = 8 * sum(p.numel() for p in model.parameters())
     places = [("this machine's memory", HOST_COPIES, free_memory())]
     if device.type == "cuda":
@@ -93,7 +93,7 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
 def _hidden_parameters(subject: Subject) -> list[str]:
     """Return trainable parameters whose gradient is zero although the loss depends on them: LoRA's A, while B is zero.
 
-    A zero says nothing about who computes it right.
+    A zero gradient does not show which method is right.
     """
     model, batch = subject.fresh(torch.float32)
     losses = subject.loss(model, batch)
@@ -138,7 +138,7 @@ def _require_repeatable(subject: Subject) -> None:
 
 
 class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether float64 tensors are turned into anything narrower."""
+    """Mode that records if float64 tensors are turned into anything narrower."""
 
     found: bool = False
 

@@ -1,4 +1,4 @@
-"""A tied parameter by its uses: what each contributes, and the norms that follow if the tie is ignored."""
+"""Uses of a tied parameter: what each contributes, and the norms if the tie is ignored."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.gradients.parameter_hooks import refuse_hooks
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
+from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.padding.rows import PaddingCount, Rows
@@ -64,6 +65,8 @@ class FlashEngine:
                      of the last two, checkpointed blocks may run again instead of holding what their layers leave
     batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor; also
                      asked for layers that are called outside of the root's forward, which it allows: row b is sample b
+    rows_per_sample  K rows of a batch, beside one another, are one sample: augmented views of it. Its gradient is the
+                     mean over them, clipped as one; the loss is the mean (or sum) over all rows
     loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional
                      tensor, or a callable that gives one
     """
@@ -78,6 +81,7 @@ class FlashEngine:
         path: str | None = None,
         memory_budget: MemoryLimit = None,
         batch_size_of: BatchSizeOf | None = None,
+        rows_per_sample: int = 1,
         loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0,
     ) -> None:
         if loss_reduction not in LOSS_REDUCTIONS:
@@ -85,6 +89,7 @@ class FlashEngine:
         if path is not None and path not in FORCEABLE:
             raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
         require_module(model)
+        self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
         given = model if self.ranks is None else self.ranks.module  # perhaps compiled
         self.model = model = original_of(given)
@@ -196,6 +201,8 @@ class FlashEngine:
         return slot
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
+        if not self.groups.is_plain and not self.forwards.in_trial:
+            contribution = self.groups.put_together(contribution, self.path_rules)
         if self.blocks is not None and self.blocks.add(slot, contribution):
             return
         self.path_rules.budget.begin_backward()
@@ -221,6 +228,16 @@ class FlashEngine:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that require a gradient, by name."""
         return {slot.name: slot.parameter for slot in self._slots.values() if slot.parameter.requires_grad}
+
+    def group_rows(self, ids: Tensor) -> None:
+        """Clip rows with equal ids as one sample: the rows of one user. For the micro-batch whose backward comes next.
+
+        Args:
+            ids: (rows,) whole numbers, one for each row that the model was called with.
+        """
+        if self.state.recorded:
+            raise UserError("group_rows comes before backward(): what was recorded was not grouped")
+        self.groups = RowGroups.of_ids(ids)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -276,6 +293,7 @@ class FlashEngine:
             micro = self._norm(recorded, passes, rows)
             of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
         self.path_rules.close()
+        self.groups = self._usual_groups
         self.state.count(micro.size if rows is None else rows.real, self.clip.sensitivity(), rows)
         if self.ranks is None:
             return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)
@@ -290,6 +308,7 @@ class FlashEngine:
             normed=[each.norms for each in passes if each.norms is not None],
             rules=self.path_rules,
             clip=self.clip,
+            groups=self.groups,
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
             real=real,

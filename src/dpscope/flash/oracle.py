@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from typing import Any
 
 import torch
@@ -90,6 +89,7 @@ def run_oracle(
     max_grad_norm: Any,
     clipping: str = "flat",
     rows_per_sample: int = 1,
+    ids: Tensor | None = None,
     gamma: float = 0.01,
     r: float = 0.1,
     dtype: torch.dtype | None = None,
@@ -104,6 +104,7 @@ def run_oracle(
         max_grad_norm: C; a list for `clipping="per_layer"`, a dictionary for `"per_group"`.
         clipping: A rule of `dpscope.flash` ("adaptive" is "flat" within a step).
         rows_per_sample: Rows of the batch that belong to one sample: its gradient is the mean over them.
+        ids: Rows with equal ids are one sample, in the order of the ids.
         gamma: Of the rule "automatic".
         r: Of the rule "psac".
         dtype: Runs the whole computation in another precision (float64 as the reference of a float32 model).
@@ -121,11 +122,11 @@ def run_oracle(
         "normalised": lambda n, c: c / n if n > 1e-7 * c else 0.0,
         "psac": lambda n, c: c / (n + r / (n + r)),
     }
-    factor = factor_of.get(clipping, lambda n, c: 1.0 if n <= c else c / n)
+    factor = factor_of.get(clipping, _flat)
     norms: list[float] = []
     factors: list[list[float]] = []
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    for gradients in _means(per_sample_gradients(model, batch, loss_fn), rows_per_sample):
+    for gradients in _means(per_sample_gradients(model, batch, loss_fn), rows_per_sample, ids):
         squares = [0.0] * len(bounds)
         for name, gradient in gradients.items():
             squares[groups[name]] += float(gradient.double().square().sum())
@@ -142,6 +143,10 @@ def run_oracle(
     )
 
 
+def _flat(n: float, c: float) -> float:
+    return 1.0 if n <= c else c / n
+
+
 def _groups(clipping: str, max_grad_norm: Any, names: list[str]) -> tuple[dict[str, int], list[float]]:
     """Return the group of each parameter, and the bound of each group."""
     if clipping == "per_layer":
@@ -155,8 +160,13 @@ def _groups(clipping: str, max_grad_norm: Any, names: list[str]) -> tuple[dict[s
     return dict.fromkeys(names, 0), [max_grad_norm]
 
 
-def _means(rows: Iterator[dict[str, Tensor]], count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the mean gradient of every `count` rows."""
-    rows = iter(rows)
-    while found := list(islice(rows, count)):
-        yield {name: sum(each[name] for each in found) / count for name in found[0]} if count > 1 else found[0]
+def _means(rows: Iterable[dict[str, Tensor]], each: int, ids: Tensor | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the mean gradient of every `each` rows, or of the rows of each id."""
+    if each == 1 and ids is None:
+        yield from rows
+        return
+    samples: dict[int, list[dict[str, Tensor]]] = {}
+    for number, gradients in enumerate(rows):
+        samples.setdefault(number // each if ids is None else int(ids[number]), []).append(gradients)
+    for _, found in sorted(samples.items()):
+        yield {name: torch.stack([each[name] for each in found]).mean(0) for name in found[0]}

@@ -1,8 +1,4 @@
-"""Sampling and privacy of a plan, by Opacus's own accountants: nothing of the arithmetic is done here.
-
-A plan is of Poisson sampling as Opacus's loaders do it: a loader of N samples and logical batch B has ⌈N/B⌉ batches,
-so that each sample is drawn with rate q = 1/⌈N/B⌉, and a batch has N·q samples on average: B, where B divides N.
-"""
+"""Sampling and privacy of a plan, by Opacus's own accountants (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -74,7 +70,7 @@ class PrivacyGoal:
 
 
 def account(goal: PrivacyGoal) -> Privacy:
-    """Find what a goal leaves open; raise `UserError` where what is given contradicts itself."""
+    """Find what a goal leaves open; raise `UserError` if what is given contradicts itself."""
     delta = goal.delta or 1 / (10 * goal.samples)
     rate = goal.sample_rate
     with _quiet():

@@ -128,7 +128,7 @@ class Segments:
 
 
 class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages of the fake device. `limit`: bytes that may be reserved."""
+    """Count of the fake device's storages. `limit`: bytes that may be reserved."""
 
     def __init__(self, card: Card, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
-"""Operators that torch chooses by the GPU, in C++, chosen here for a card; and what some of them allocate inside.
+"""Operators that torch's C++ chooses by the GPU, chosen here for a card; and what some of them allocate inside.
 
-What C++ decides for a CUDA tensor it cannot decide for a fake one, which lies on `meta` to it: which kernel serves
-scaled_dot_product_attention, whether dropout is fused. The rules are those of torch 2.11 (aten/src/ATen/native/
-transformers/cuda/sdp_utils.cpp), which earlier versions share but for the preference of cuDNN on Hopper.
+The rules are those of torch 2.11 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which earlier versions share
+but for the preference of cuDNN on Hopper.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Autocast for tensors of the fake device: torch's rules for CUDA, which its C++ applies to CUDA tensors alone.
 
 While the context is open, each operator that torch casts for on CUDA has a kernel in Python under the same dispatch
-key. Which ones they are is asked of the installed torch; how each casts is in torch's documentation of autocast.
+key. The installed torch says which ones they are; how each casts is in torch's documentation of autocast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A CUDA device that is not there: torch runs a step on fake tensors that say they lie on it.
-
-All that decides what a step allocates runs as it is: the model, autograd, autocast's rules for CUDA, the trainers,
-Opacus, flash clipping's engine with its cost model. Tensors have shapes, dtypes and storages, and no values. The same
-works in any build of torch, with or without a GPU.
+"""A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
 
 To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
 go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators
@@ -68,7 +64,7 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class _Mode(FakeTensorMode):
-    """Gives factories that C++ calls with the device that it sees, `meta`, the one that Python sees."""
+    """Mode that gives factories the device that Python sees, where C++ calls them with `meta`."""
 
     def __deepcopy__(self, memo: object) -> _Mode:  # of a copied tensor
         return self
@@ -200,7 +196,7 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows values where code may read them: of ids and masks of a batch, of counters.
+    """Mode that follows values which code may read: ids and masks of a batch, counters.
 
     Whole numbers and scalars that are made of such are computed on the CPU beside the fake tensors.
     """
@@ -245,7 +241,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments with values in the place of fake tensors; None where one has no value."""
+        """Return the arguments with values in the place of fake tensors; None if one has no value."""
         if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
             return None
         flat, spec = tree_flatten((args, kwargs))

@@ -1,6 +1,6 @@
 """The largest physical batch that fits a card, and rows of a sweep that do not fit the GPU at hand.
 
-Peaks are nearly lines in the batch size, so few steps are looked at.
+Peaks are nearly lines in the batch size, so a few steps suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FARTHEST = 16  # times the largest batch that fits, to the next one that is trie
 
 @dataclass
 class BatchFit:
-    """`batch`: the largest that fits, 0 where not even one sample does; `points`: peaks in bytes by batch."""
+    """`batch`: the largest that fits, 0 if not even one sample does; `points`: peaks in bytes by batch."""
 
     batch: int
     limit: int
@@ -60,8 +60,8 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
     if first.peak_bytes > allowed or (first.reserved_bytes > allowed and not try_out(1)):
         return fit
     fit.batch = 1
-    if most > 4 and try_out(4):
-        fit.batch = 4
+    if most > 4:
+        fit.batch, failing = (4, failing) if try_out(4) else (1, 4)
     for _ in range(MOST_STEPS_TRIED):
         if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
             break
@@ -119,9 +119,9 @@ def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capabili
             found.append(f"{spec.label} ({format_bytes(peak)})")
     if not found:
         return ""
-    rows = "1 row is" if len(found) == 1 else f"{len(found)} rows are"
+    count = "1 row is" if len(found) == 1 else f"{len(found)} rows are"
     names = list_names(found, most=4)
-    return f"{rows} predicted not to fit into {format_bytes(memory_bytes)}, and will be tried: {names}."
+    return f"{count} predicted not to fit into {format_bytes(memory_bytes)}, and will be tried: {names}."
 
 
 def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:

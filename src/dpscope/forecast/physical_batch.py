@@ -100,7 +100,7 @@ def _next_size(probes: list[Probe], largest: int, failing: int, allowed: int) ->
 def _trial(
     step: Callable[[Any], Tensor], batch: Any, size: int, optimizer: Optimizer, memory: DeviceMemory
 ) -> int | None:
-    """Return the bytes at the peak of one forward and backward pass; None where memory does not suffice."""
+    """Return the bytes at the peak of one forward and backward pass; None if memory does not suffice."""
     memory.begin()
     try:
         step(_repeated(batch, size)).mean().backward()  # type: ignore[no-untyped-call]

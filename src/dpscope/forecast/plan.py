@@ -62,7 +62,7 @@ class Wish:
         return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
 
     def goal(self, steps: int | None = None) -> PrivacyGoal:
-        """Return what is known of the privacy, with a number of steps that the hours allow."""
+        """Return the privacy goal, with the number of steps that the hours allow."""
         names = ("epsilon", "delta", "noise_multiplier", "epochs", "accountant")
         known = {name: getattr(self, name) for name in names}
         return PrivacyGoal(samples=self.samples or 1, logical_batch=self.logical, steps=steps, **known)

@@ -1,9 +1,7 @@
 """Short steps at small batches on the GPU at hand, and what follows from them for larger ones.
 
-The peak of each phase of a step is a line in the batch size, because what a phase holds is either independent of the
-batch or proportional to it; the step's peak is the highest of these lines. So each phase is extrapolated by itself: a
-phase that is low at small batches may be the highest at large ones. Step time is a line beyond the batch from which the
-GPU, and not the host, is what a step waits for.
+The peak of each phase is a line in the batch size, and the step's peak is the highest of these lines. So each phase is
+extrapolated by itself. Step time is a line beyond the batch at which the GPU, and not the host, is the limit.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def probe(spec: RunSpec, *, steps: int = 4, warmup: int = 3) -> Probe:
 
 
 def free_memory() -> None:
-    """Give back what nothing holds any more, cuBLAS's workspaces among it."""
+    """Free unused memory, cuBLAS's workspaces included."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

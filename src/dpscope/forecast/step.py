@@ -143,7 +143,7 @@ def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
 
 
 class _FakeTracker(Tracker):  # type: ignore[no-untyped-call]
-    """Follows the storages of the fake device, which lie on `meta`, as those of the CPU do."""
+    """Tracker of the fake device's storages, which lie on `meta`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (

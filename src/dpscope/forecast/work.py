@@ -48,7 +48,7 @@ def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operators of a step take on a card."""
+    """Sum of what the operators of a step take on a card."""
 
     def __init__(self, card: Card, method: str, *, tf32: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

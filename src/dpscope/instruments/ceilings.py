@@ -1,6 +1,6 @@
 """The two ceilings of a roofline, DRAM bandwidth and arithmetic, measured and not taken from a data sheet.
 
-A large copy for DRAM bandwidth, large square matrix products for arithmetic. To be run where no profiler looks.
+A large copy for DRAM bandwidth, large square matrix products for arithmetic. Run it without a profiler.
 """
 
 from __future__ import annotations

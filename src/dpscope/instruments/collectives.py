@@ -34,7 +34,7 @@ _SENT: dict[str, Callable[[int], float]] = {
 
 
 class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, while it is entered, calls and bytes of each collective: bytes of the larger side, input or output."""
+    """Context that counts calls and bytes of each collective: bytes of the larger side, input or output."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,6 @@
-"""The bytes a step has to move, from the sizes of its operators' tensors: for machines whose counters cannot be read.
+"""Estimate of the bytes a step has to move: inputs read once, outputs written once (docs/method.md).
 
-One step runs under a dispatch mode. Every distinct input of an operator is read once, every output is written once,
-what is changed in place is both; a view moves nothing. Tables hold the operators for which that is wrong; all other
-knowledge is in their schemas. Kernels that the dispatcher does not see announce theirs (see launches.py). That is what
-would pass through DRAM if no operator left anything in a cache for the next one and none read anything twice.
+Tables hold the operators for which that is wrong; all other knowledge is in their schemas.
 """
 
 from __future__ import annotations
@@ -188,7 +185,7 @@ ON_A_CPU = (
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
+    """Mode that adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

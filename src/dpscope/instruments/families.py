@@ -1,4 +1,4 @@
-"""From the name of a kernel or of an operator of torch to a family that a person recognises."""
+"""Families of kernels and operators, by their names."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _in_phase(family: str, phase: str | None) -> str:
 
 
 def short_kernel_name(name: str, length: int = 80) -> str:
-    """Return a demangled name without return type, namespaces and arguments, but with what it was instantiated for."""
+    """Return a demangled name without return type, namespaces and arguments, but with its template arguments."""
     name = name.removeprefix("void ").replace("<unnamed>::", "").replace("(anonymous namespace)::", "")
     head, _, arguments = name.partition("<")
     head = head.partition("(")[0].rpartition("::")[2]

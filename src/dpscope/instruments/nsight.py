@@ -46,6 +46,6 @@ def find_remedy(output: str, remedies: Mapping[str, str]) -> str | None:
 
 
 def unknown_option(output: str) -> str | None:
-    """Return the option that this version of the tool refuses, if that is what it says."""
+    """Return the option that this version of the tool refuses, by its message; None if it refuses none."""
     match = _UNKNOWN_OPTION.search(output)
     return match.group(1) if match else None

@@ -34,14 +34,14 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 @contextmanager
 def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
-    """Push a range for every phase for as long as the context is open; with `autograd`, one for every operator too."""
+    """Push a range for every phase while the context is open; with `autograd`, one for every operator too."""
     emit = torch.autograd.profiler.emit_nvtx if autograd and nvtx_available() else nullcontext
     with listening(nvtx_range), emit():
         yield
 
 
 class ProcessRanges:
-    """A listener that makes phases ranges of the whole process, for a tool that knows only the launching thread's.
+    """Listener that makes phases ranges of the whole process, for a tool that sees only the launching thread.
 
     Autograd launches kernels from threads of its own, which push nothing. One range is open at a time: a phase within a
     phase closes the outer one and opens it again, so that a kernel belongs to the innermost.

@@ -1,9 +1,8 @@
 """Peak memory of a step, from torch's own allocators.
 
-On CUDA the caching allocator keeps the figures itself. torch's CPU allocator keeps none, so one more step is run
-under the profiler after everything else was measured, its allocations and frees are added up, and the tensors that
-were live before it (parameters, optimizer state, the batch) are counted in. The profiler does not see that memory
-from before the step is freed within it, so a step that does so gives an upper bound.
+torch's CPU allocator keeps no statistics, so one more step runs under the profiler: its allocations and frees are added
+up, and the tensors that were live before it are counted in. Memory from before the step that is freed within it is not
+seen, so such a step gives an upper bound.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _memory_events(profiler: profile) -> list[int]:
 
 
 def _peak_rss() -> int | None:
-    """Return the process's highest resident set in bytes; None where the platform does not say."""
+    """Return the process's highest resident set in bytes; None if the platform does not say."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""Runs other programs: with a time limit, ended together with all they start, and when this process dies."""
+"""Other programs, run with a time limit; they end with all they started, and when this process dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_limited(
     environment: Mapping[str, str] | None = None,
     on_line: OnLine = lambda line: None,
 ) -> FinishedCommand:
-    """Run a command and hand on its lines as they come. Past `limit` seconds it is ended with all it has started.
+    """Run a command and report its lines as they come. Past `limit` seconds it is ended with all it has started.
 
     It sees the variables of `environment` and no others, or all of ours. Its standard input is a pipe without a
     writer that closes when this process dies (`end_with_lifeline`).

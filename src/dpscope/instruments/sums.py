@@ -10,7 +10,7 @@ FigureRow = dict[str, Any]
 
 
 class Sums:
-    """Adds the named figures up under a key. With `steps`, rows hold the averages over so many."""
+    """Sums of named figures by key. With `steps`, rows hold averages over that many steps."""
 
     def __init__(self, *names: str, steps: int | None = None) -> None:
         self._names = names

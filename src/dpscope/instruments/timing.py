@@ -1,8 +1,4 @@
-"""The time instrument: how long a step takes.
-
-On CUDA, events are recorded around every step and read after one final synchronisation, so that steps follow each
-other as they would in training. On the CPU a monotonic clock is read around each step.
-"""
+"""The time instrument: CUDA events read after one final synchronisation, or a monotonic clock on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 class CpuClock:
-    """Marks moments while steps run, and turns them into milliseconds afterwards."""
+    """Clock that marks moments while steps run, and turns them into milliseconds afterwards."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -37,7 +33,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """The same by the GPU's own clock."""
+    """Clock of the GPU, read through events."""
 
     def __init__(self) -> None:
         import torch

@@ -1,9 +1,4 @@
-"""Doubt of a figure: the one definition that every table, chart, figure and export uses.
-
-A time is doubtful where its steps varied too much, were too few, or where nothing is known of their spread. So is every
-figure made from it: ratios, rates, verdicts. The parts of a traced step are doubtful where the profiler made that step
-much longer than it is without.
-"""
+"""Doubt of a figure: the one definition that every table, chart, figure and export uses (docs/method.md)."""
 
 from __future__ import annotations
 

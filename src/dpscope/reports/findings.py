@@ -1,8 +1,4 @@
-"""Findings: ranked statements about a comparison, with how much, why, what to do and how sure.
-
-What costs most comes first. The statements are those of the page; findings.json and findings.md hold them for scripts
-and for people who paste them.
-"""
+"""Findings: ranked statements about a comparison, with how much, why, what to do and how sure."""
 
 from __future__ import annotations
 
@@ -126,7 +122,7 @@ _PATTERN = re.compile(r"\s*([\w-]+)\.(\w+)\s*(>=|<=|>|<)\s*(\d+\.?\d*)\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """`METHOD.FIGURE > NUMBER`; it holds where any row of the method has such a figure."""
+    """`METHOD.FIGURE > NUMBER`; it holds if any row of the method has such a figure."""
 
     text: str
     method: str

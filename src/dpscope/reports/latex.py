@@ -1,4 +1,4 @@
-"""Rows as tables for a paper: booktabs, captions that name the hardware, nothing that LaTeX would stumble over."""
+"""Rows as tables for a paper: booktabs, captions that name the hardware, with text escaped for LaTeX."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
 
 
 def _measured_on(rows: Sequence[Row]) -> str:
-    """Return the model and the machine, as a caption has to name them."""
+    """Return the model and the machine, for a caption."""
     machines = []
     for environment in (row.first.environment for row in rows if row.first.environment):
         software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))

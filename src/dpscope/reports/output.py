@@ -51,7 +51,7 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Generic[Content]):
-    """`write` returns the files it has written: none where there is nothing to say."""
+    """`write` returns the files it has written: none if there is nothing to say."""
 
     name: str  # of a figure: without size and format
     holds: str  # what it holds, for people
@@ -79,7 +79,7 @@ class Output(Generic[Content]):
 def text_output(
     name: str, holds: str, render: Callable[[Content], str], *, asked_for: str = "", mark: str = ""
 ) -> Output[Content]:
-    """Return a file of text; none where `render` gives an empty one."""
+    """Return a file of text; none if `render` gives an empty one."""
 
     def write(subject: Content, folder: Path, formats: Sequence[str]) -> list[Path]:
         if not (text := render(subject)):

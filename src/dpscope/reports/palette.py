@@ -1,6 +1,4 @@
-"""The colours of components, phases, kernel families and methods, the same in every figure and page.
-
-No drawing library.
+"""Colours of components, phases, kernel families and methods, the same in every figure and page.
 
 Paul Tol's "muted" scheme: told apart with any kind of colour vision. What only private training holds is in its three
 reds and purples, and hatched besides, so that it stands out in grey print too.

@@ -1,4 +1,4 @@
-"""What reports say of some results, computed once and handed to text, page, figures and exports.
+"""Contents of a report, computed once and handed to text, page, figures and exports.
 
 Results become rows first: what was measured of one method at one size, together, and next to ordinary training.
 """
@@ -107,7 +107,7 @@ class Report:
 
     @cached_property
     def stories(self) -> list[Story]:
-        """One for each of `sizes`."""
+        """Story of each of `sizes`."""
         return [tell(size.rows) for size in self.sizes]
 
     def rows_of(self, instrument: str) -> list[Row]:
@@ -134,7 +134,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows with the same model, number format, optimizer and so on: here a size in words names one comparison."""
+    """Rows with the same model, number format, optimizer and so on: within it, a size names one comparison."""
 
     label: str  # what tells it from the other settings; "" where there is but one
     rows: list[Row]
@@ -150,7 +150,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
 
     def settings(row: Row) -> dict[str, Any]:
-        """Return what a row is, without its size; the model's dimensions among it."""
+        """Return the settings of a row without its size; the model's dimensions among it."""
         rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
         return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 

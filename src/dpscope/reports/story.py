@@ -51,7 +51,7 @@ def tell(rows: Sequence[Row]) -> Story:
 
 @dataclass(frozen=True)
 class Leaders:
-    """The private rows that no other beats: in time, in memory. Empty where there is nothing to compare."""
+    """The private rows that no other beats: in time, in memory. Empty if there is nothing to compare."""
 
     time: list[Row]
     memory: list[Row]
@@ -65,7 +65,7 @@ class Leaders:
 
     @property
     def unbeaten(self) -> list[Row]:
-        """In whatever was compared."""
+        """True if it leads in everything that was compared."""
         return [row for row in self.time or self.memory if row in (self.memory or self.time)]
 
     @property
@@ -98,7 +98,7 @@ def _leaders(private: Sequence[Row]) -> Leaders:
 
 
 def beyond_spread(row: Row, other: Row) -> bool:
-    """Do the times of the two lie apart, 10th to 90th percentile? No where either is doubtful."""
+    """Tell if the times of the two lie apart, 10th to 90th percentile. No where either is doubtful."""
     if row.time_doubt or other.time_doubt or row.spread_ms is None or other.spread_ms is None:
         return False
     return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]

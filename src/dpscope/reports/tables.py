@@ -65,7 +65,7 @@ class Row:
 
     @property
     def eager_memory_ratio(self) -> float | None:
-        """By the one definition of a peak that eager and compiled rows share: on a CPU the tracker's is another."""
+        """Ratio of peaks to eager ordinary training, by the definition of a peak that both rows share."""
         return _ratio(
             *(self, self.eager_standard), lambda row: figure_of(row.memory.get("allocator_peak_bytes"), row.peak_bytes)
         )
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def result(self) -> Result:
-        """The one to describe the row by: a measurement that failed, or else the first."""
+        """Result that describes the row: one that failed, or else the first."""
         return next((result for result in self.measured.values() if not result.ok), self.first)
 
     @property
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def looked_at(self) -> dict[str, Any]:
-        """The spec whose numbers of steps are worth telling: that of the times."""
+        """Spec whose numbers of steps are shown: that of the times."""
         return self.measured.get("time", self.first).spec
 
     @property
@@ -121,7 +121,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The size, and that the row is compiled where it is: a heading of what has no column for it."""
+        """Size of the row, and `compiled` if it is: for headings."""
         told = SETTINGS["compile"]
         return self.size if self.field("compile") == EAGER else f"{self.size}, {told.in_words(self.spec)}"
 
@@ -132,7 +132,7 @@ class Row:
 
     @cached_property
     def comparison(self) -> Hashable:
-        """Equal in rows that are compared with each other."""
+        """Key that is equal in rows which are compared with each other."""
         return hashable(self.identity)
 
     def field(self, name: str) -> Any:
@@ -167,7 +167,7 @@ class Row:
 
     @property
     def median_ms(self) -> float | None:
-        """The median; the mean where a file of an older consumer has no more than that."""
+        """Median step time; the mean if an older file has only that."""
         return figure_of(self.timing.get("median_ms"), *(result.avg_time_ms for result in self.ended_well))
 
     @property
@@ -177,7 +177,7 @@ class Row:
 
     @property
     def steps(self) -> int | None:
-        """How many steps were timed; None where a file does not say."""
+        """How many steps were timed; None if a file does not say."""
         return len(self.timing["step_ms"]) if "step_ms" in self.timing else None
 
     @property
@@ -192,7 +192,7 @@ class Row:
 
     @property
     def work(self) -> int:
-        """Tokens of a step, or samples where there is no sequence."""
+        """Tokens of a step, or samples if there is no sequence."""
         return self.samples * (self.spec.get("seq_len") or 1)
 
     @property
@@ -236,7 +236,7 @@ class Row:
 
     @property
     def peak_source(self) -> str:
-        """How the peak that is shown was measured; empty where there is none, or the file does not say."""
+        """How the peak that is shown was measured; empty if there is none, or the file does not say."""
         return self.memory.get("source", "") if self.peak_bytes is not None else ""
 
     @property

@@ -43,7 +43,7 @@ def in_longest_order(lists: Iterable[Collection[str]]) -> list[str]:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Return the same names, those that were there before with a number: `flat`, `flat (2)`."""
+    """Add numbers to repeated names: `flat`, `flat (2)`."""
     return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
 
 

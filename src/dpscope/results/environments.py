@@ -1,4 +1,4 @@
-"""What a measurement ran on, and when: the keys of result files, what people call them, and what results say of it."""
+"""Environment of a measurement, and its date: the keys of result files, and their names for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result says of memory: how bytes came and went, what the peak was made of, and whether it all adds up."""
+"""Memory of a result: how bytes came and went, what the peak was made of, and whether it all adds up."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def stretches(self) -> list[PhaseSpan]:
-        """The phases, and what lies before, between and after them under a name of its own: the whole step."""
+        """Phases of the whole step, with named stretches before, between and after them."""
         whole: list[PhaseSpan] = []
         reached, end = self.events[0], self.events[-1]
         for phase in [*self.phases, PhaseSpan("", end, end)]:
@@ -183,7 +183,7 @@ def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
 
 
 class NotConserved(AssertionError):
-    """Bytes were counted twice or lost: the figures of this result mean nothing."""
+    """Error of bytes that were counted twice or lost: the figures of this result mean nothing."""
 
 
 def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Names of modules as results have them: dotted, with the numbers of layers; in brackets what is no module."""
+"""Names of modules as results have them: dotted, with layer numbers; names that are no modules are in brackets."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")  # in 
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Figures by rank. Of a simulated world there is one rank, and the time of sending is computed."""
+    """Figures by rank. A simulated world has one rank and a computed sending time."""
 
     payload: RanksPayload
     world_size: int
@@ -58,7 +58,7 @@ class RankCosts:
 
     @property
     def link(self) -> Link | None:
-        """Computed, of a simulated world: how long a rank sends over its link."""
+        """Computed sending time of a rank in a simulated world."""
         return self.payload.get("link")
 
     def with_sending(self, step_ms: float | None) -> tuple[float, float] | None:

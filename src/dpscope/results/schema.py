@@ -1,8 +1,4 @@
-"""The result file: what one measurement gave.
-
-The first keys (`experiment` … `snapshots`) are those that existing consumers of the memory-profiling JSON read;
-beside them stand the run spec, the environment and what each instrument adds. 1 MB = 2^20 bytes in `_mb` keys.
-"""
+"""The result file: what one measurement gave (docs/architecture.md). 1 MB = 2^20 bytes in `_mb` keys."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class ResultStore:
         return (self.files / file_name).with_suffix("")
 
     def make_way(self, file_name: str) -> None:
-        """Free a row's place: a result is replaced, but a file that is none of ours is put aside, not lost."""
+        """Free a row's place: a result is replaced, any other file is moved aside."""
         path = self.path_of(file_name)
         try:
             read_result(path)
@@ -90,7 +90,7 @@ class ResultStore:
         return path
 
     def read_all(self) -> tuple[dict[Path, Result], list[Skipped]]:
-        """Return every result, and every file that is none with the reason. Also reads a bare folder of results."""
+        """Return every result, and every other file with the reason. A bare folder of results works too."""
         folder = self.results if self.results.is_dir() else self.folder
         results: dict[Path, Result] = {}
         skipped: list[Skipped] = []

@@ -1,4 +1,4 @@
-"""From a run spec to a trainer and the batches it trains on, in a process group where there are several processes."""
+"""Assembly of a trainer and its batches from a run spec, in a process group if there are several processes."""
 
 from __future__ import annotations
 

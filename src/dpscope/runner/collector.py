@@ -1,6 +1,6 @@
 """Python's garbage collector in a process that measures.
 
-It rests while libraries are imported, and what they leave is frozen before there is a model: to walk through objects
+It is off while libraries are imported, and their objects are frozen before there is a model: to traverse objects
 that stay takes a quarter of such a process's time, some of it in the middle of measured steps.
 """
 

@@ -1,4 +1,4 @@
-"""The steps in which torch.compile works: taken before warm-up, timed apart, and looked for among the measured ones."""
+"""Steps of compilation: taken before warm-up, timed apart, and counted if they happen in measured steps."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was looked at. What is `required` and not ok makes the doctor exit with 1."""
+    """One thing that was checked. One that is `required` and not ok makes the doctor exit with 1."""
 
     name: str
     status: str

@@ -1,4 +1,4 @@
-"""The parent's side of one measurement: start a child, follow it, and turn however it ends into a result."""
+"""The parent's side of one measurement: start a child, follow it, and turn its end into a result."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _oom_kills() -> int:
-    """Return how often the kernel has killed for memory since boot; 0 where it does not say."""
+    """Return how often the kernel has killed for memory since boot; 0 if it does not say."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,4 @@
-"""Measure a run spec in the current process, with the function of its instrument in measurements/.
+"""Measurement of a run spec in the current process, with the function of its instrument in measurements/.
 
 Which instruments can work on this machine is found here too, and tracebacks of errors in the user's code: from their
 first frame on, without frames of dpscope.

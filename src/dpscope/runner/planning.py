@@ -1,4 +1,4 @@
-"""From what a person asks for to run specs: the one planner of the command line and of `dpscope.compare`."""
+"""Plan of a sweep, from options to run specs: the one planner of the command line and of `dpscope.compare`."""
 
 from __future__ import annotations
 

@@ -27,10 +27,8 @@ from dpscope.workloads.configs import CustomConfig
 def require_measurable(specs: Sequence[RunSpec], limits: Limits | None = None) -> None:
     """Raise `UserError` if the workload cannot be trained, or not by a method that was asked for.
 
-    A model of dpscope's is built without memory, on torch's meta device, unless its config alone tells: importing torch
-    takes longer than all else that this process does before the first row. The user's own takes one ordinary step, so
-    that a fault in it is found once and not in every row; in a process of its own, which is gone before the first row:
-    whatever it does to the GPU is no part of a measurement.
+    A model of dpscope's is built on torch's meta device, unless its config alone tells. The user's own takes one
+    ordinary step in a process of its own, so that a fault in it is found once and not in every row.
     """
     private = [spec for spec in specs if resolve_method(spec.method).private]
     smallest = min(private or specs, key=lambda spec: spec.batch_size * (spec.seq_len or 1))
@@ -49,7 +47,7 @@ def require_buildable(spec: RunSpec) -> None:
     from dpscope.workloads.workload import build_model, build_workload
 
     class Uninitialised(TorchFunctionMode):
-        """Without initial values, for which torch would import its compiler: it takes longer than the model."""
+        """Mode without initial values, for which torch would import its compiler: it takes longer than the model."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(function, "__module__", None) == torch.nn.init.__name__:

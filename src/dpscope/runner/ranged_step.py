@@ -1,11 +1,10 @@
 """The program that ncu and nsys look at: `python -m dpscope.runner.ranged_step SPEC [MORE]`, SPEC a run spec as JSON.
 
-Builds the trainer and warms it up; what then lies between `cudaProfilerStart` and `cudaProfilerStop` is up to the
-spec's instrument. Its last line tells how it ended: `dpscope-outcome: {"status": …, "reason": …}`.
+It warms the trainer up, then runs between `cudaProfilerStart` and `cudaProfilerStop`. Its last line tells how it ended:
+`dpscope-outcome: {"status": …, "reason": …}`.
 
-**ncu**: exactly one step. In application-range replay ncu runs the program once a pass, so everything it does follows
-from its arguments. MORE is a number of seconds after which the range is closed, wherever the step then is: ncu counts
-kernels up to there. If ncu goes on counting nevertheless, the program ends, and ncu keeps what it has.
+**ncu**: exactly one step, run once a pass. MORE is a number of seconds after which the range is closed, wherever the
+step then is; if ncu goes on counting, the program ends, and ncu keeps what it has.
 
 **nsys**: a few steps, each an NVTX range around its phases. MORE is `--keep-going`: train until ended, for recordings
 that are started by hand.

@@ -1,4 +1,4 @@
-"""Runs a row on several processes: `torch.distributed.run` starts `runner/rank_steps.py` on each rank.
+"""Launcher of a row on several processes: `torch.distributed.run` starts `runner/rank_steps.py` on each rank.
 
 It is a child of the row's, so that all ranks are in the row's process group.
 """
@@ -47,7 +47,7 @@ def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
 
 
 def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> None:
-    """Raise `RankEnded` unless every rank has figures: what a rank says itself, or what became of one that is silent.
+    """Raise `RankEnded` unless every rank has figures: what a rank reports itself, or how it ended.
 
     A rank that has lost another fails too: one that was killed is named before it.
     """

@@ -44,6 +44,7 @@ class RunSpec(TrainerSettings):
         learning_rate: Learning rate of the optimizer.
         noise_multiplier: Noise of a step divided by the clip norm.
         max_grad_norm: The clip norm C.
+        clipping: Clipping rule of `flash`: `flat`, `automatic`, `normalised`, `psac`, `per_layer` or `adaptive`.
         warmup: Steps that are not timed.
         steps: Steps that are timed.
         seed: Seed of weights and data.
@@ -126,7 +127,7 @@ class RunSpec(TrainerSettings):
 
     @property
     def label(self) -> str:
-        """Name of this run for people: `ghost tiny bs4 seq128 fp32`."""
+        """Name of this run for people, such as `ghost tiny bs4 seq128 fp32`."""
         length = "" if self.seq_len is None else f" seq{self.seq_len}"
         later = (
             SETTINGS[name].flag[2:] + ("" if value is True else f"={value}") for name, value in self.changed().items()

@@ -27,7 +27,7 @@ BEFORE_ANY_UPDATE = (
 
 
 class TrainingSteps:
-    """Calling it does one step. Reading a loss waits for the GPU, so losses are kept until `require_finite_losses`."""
+    """Training step to call. Reading a loss waits for the GPU, so losses are kept until `require_finite_losses`."""
 
     def __init__(self, spec: RunSpec, *, warmup: int | None = None) -> None:
         self.trainer, self.batches = assemble(spec)

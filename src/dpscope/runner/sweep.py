@@ -1,4 +1,4 @@
-"""Measure specs one after another, each in a child process; `--resume` keeps finished rows that are still valid.
+"""Sweep over specs, each in a child process; `--resume` keeps finished rows that are still valid.
 
 What torch.compile makes is kept in a folder of the sweep's own, which is gone after it. The time instrument looks
 first, with an empty cache, so that seconds of compilation are those of a first run. Other instruments, and every pass
@@ -68,7 +68,7 @@ def _environment(folder: Path, spec: RunSpec) -> Environment:
 
 
 class SweepObserver:
-    """Who watches a sweep; this one does nothing. Row numbers count from 0."""
+    """Observer of a sweep; this one does nothing. Row numbers count from 0."""
 
     def row_started(self, row: int, spec: RunSpec) -> None: ...
 

@@ -1,9 +1,8 @@
 """The child process: one spec in, one result file out. Run as `python -m dpscope.runner.worker`.
 
-It reads one JSON line from standard input: the spec, where to write the result, and an optional memory limit. The
-pipe then stays open as a lifeline: when the parent dies, however it dies, the pipe closes and the child ends, so
-that no orphan competes with the next measurement. Progress goes to standard output as JSON lines; anything the
-workload prints goes to standard error, which the parent keeps as the log.
+It reads one JSON line from standard input: the spec, where to write the result, and an optional memory limit. The pipe
+stays open as a lifeline: when the parent dies, it closes and the child ends. Progress goes to standard output as JSON
+lines; anything the workload prints goes to standard error, which the parent keeps as the log.
 """
 
 from __future__ import annotations

@@ -30,12 +30,11 @@ AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parame
 
 
 class TrainerBase(ABC):
-    """Owns a model and a method, and does `train_step(batch)`.
+    """Base of trainers: it owns a model and a method, and does `train_step(batch)`.
 
-    A subclass says how the model and the optimizer are prepared, what a backward pass is, and what an update is.
-    After a step `.grad` holds what the optimizer applied, unless the update consumes it piece by piece (flash).
-
-    For the memory instrument it may also say what it keeps (`holdings`) and what its births are for (`memory_rules`).
+    A subclass says how model and optimizer are prepared, and what a backward pass and an update are. For the memory
+    instrument it may also say what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the optimizer
+    applied, unless the update consumes it piece by piece (flash).
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()

@@ -19,7 +19,7 @@ from dpscope.errors import UserError
 
 
 class Checkpoints:
-    """Counts the blocks that ran under a checkpoint; torch calls it, as `context_fn`, for each of them."""
+    """Count of blocks that ran under a checkpoint; torch calls it, as `context_fn`, for each of them."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -55,7 +55,7 @@ def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
 
 
 def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoints | None:
-    """Checkpoint every block of the model; raise `UserError` where there is none.
+    """Checkpoint every block of the model; raise `UserError` if there is none.
 
     Of a model that will be `compiled` the runs are not counted.
     """

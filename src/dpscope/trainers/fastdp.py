@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
 from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, in_phase, phase
 
 SAMPLES_AND_EPOCHS = {"sample_size": 10**6, "epochs": 1}  # of its accountant, which is not asked
@@ -27,6 +27,7 @@ class FastDPTrainer(TrainerBase):
     """fastDP 2.0 with flat clipping over all layers."""
 
     def require_model(self, model: nn.Module) -> None:
+        require_flat(self.settings.clipping)
         require_private_trainable(model)
         if self.settings.checkpoint_blocks:
             raise UserError("fastDP's hooks do not see checkpointed blocks: leave out --checkpoint-blocks")

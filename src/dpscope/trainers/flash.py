@@ -54,7 +54,7 @@ def memory_limit(setting: str) -> MemoryLimit:
 
 
 class DPFlashClippingTrainer(StandardTrainer):
-    """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
+    """Exact clipping by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
 
     optimizer: DPFlashOptimizer
 
@@ -95,6 +95,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine = FlashEngine(
             model,
             max_grad_norm=self.settings.max_grad_norm,
+            clipping=self.settings.clipping,
             loss_reduction="mean",
             memory_budget=memory_limit(self.settings.memory_budget),
         )
@@ -108,7 +109,7 @@ class DPFlashClippingTrainer(StandardTrainer):
             optimizer,
             engine=self.engine,
             noise_multiplier=self.settings.noise_multiplier,
-            max_grad_norm=self.settings.max_grad_norm,
+            max_grad_norm=self.engine.max_grad_norm,
             expected_batch_size=self.settings.logical_batch_size,
             generator=self.noise_generator(),
         )

@@ -20,7 +20,7 @@ from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.opacus_ranks import require_spreadable, spread
 from dpscope.trainers.opacus_refusals import CHECKPOINTED, NOT_COMPILED, CallWatch, refusals, require_supported
-from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
 from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
@@ -60,6 +60,7 @@ class _OpacusTrainer(TrainerBase):
         """Opacus's `grad_sample_mode`."""
 
     def require_model(self, model: nn.Module) -> None:
+        require_flat(self.settings.clipping)
         require_private_trainable(model)
         if self.settings.checkpoint_blocks:
             raise UserError(CHECKPOINTED)

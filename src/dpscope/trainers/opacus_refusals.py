@@ -86,7 +86,7 @@ def require_supported(model: nn.Module) -> None:
 
 
 class CallWatch:
-    """Looks at the first call of each module that Opacus hooks, and refuses what Opacus would not see of it."""
+    """Watch on the first call of each hooked module; it refuses inputs that Opacus would not see."""
 
     def __init__(self, wrapped: GradSampleModule, model: nn.Module) -> None:
         self._rules = wrapped.GRAD_SAMPLERS
@@ -190,7 +190,7 @@ def _replacement_for(module: nn.Module) -> str:
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """Turn an error by which Opacus says that it cannot train a model into a `UserError`; others pass as they are."""
+    """Turn Opacus's errors about models that it cannot train into `UserError`; others pass."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError, MemoryError):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
 from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, phase
 from dpscope.workloads.workload import Batch
 
@@ -27,6 +27,7 @@ class OpakeTrainer(TrainerBase):
     """opake 0.16 with fixed clipping. Its gradient function runs forward and backward at once: both are `backward`."""
 
     def require_model(self, model: nn.Module) -> None:
+        require_flat(self.settings.clipping)
         require_private_trainable(model)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:

@@ -13,6 +13,12 @@ class NotPrivateError(UserError):
     """The model mixes samples, so that a single sample has no gradient of its own."""
 
 
+def require_flat(clipping: str) -> None:
+    """Raise where a method that clips flat alone is asked for another rule."""
+    if clipping != "flat":
+        raise UserError(f"only flash has clipping rules here: leave out --clipping {clipping}, or the method")
+
+
 def require_private_trainable(model: nn.Module) -> None:
     """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
     mixing = [

@@ -1,7 +1,4 @@
-"""Hugging Face's Trainer and TRL's SFTTrainer, private.
-
-    from dpscope.transformers import PrivateTrainer
-    trainer = PrivateTrainer(model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
+"""Hugging Face's Trainer and TRL's SFTTrainer, private (docs/trainer.md).
 
 Names are loaded when they are asked for; importing this package imports neither torch nor transformers.
 """

@@ -48,7 +48,7 @@ class PrivacyArguments:
     )
 
     def check_privacy(self, max_grad_norm: float, samples: int) -> None:
-        """Raise UserError where the run's privacy is not said, or is no privacy."""
+        """Raise UserError if the privacy arguments are missing or make no sense."""
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise UserError("private training needs one of target_epsilon and noise_multiplier: give one of the two")
         for name in ("target_epsilon", "noise_multiplier"):

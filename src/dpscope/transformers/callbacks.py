@@ -1,4 +1,4 @@
-"""What a private trainer does between the steps of the Trainer's own loop, and its check of the first step.
+"""Work of a private trainer between the steps of the Trainer's own loop, and its check of the first step.
 
 The check: what should move moves, and nothing else does. Noise moves every trained parameter, so a run can look alive
 while no gradient reaches some of it: an adapter that is not active, a head that the loss does not use. And a frozen
@@ -40,7 +40,7 @@ def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
 
 
 class PrivacyCallback(TrainerCallback):
-    """Watches the first step, notes norms, and stops when the target ε is reached."""
+    """Callback that checks the first step, records norms, and stops when the target ε is reached."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -1,6 +1,6 @@
 """The loss of each sample: a mean over its own tokens.
 
-Models and the Trainer average over the tokens of a whole batch, by which one sample's length scales the gradients of
+Models and the Trainer average over the tokens of a whole batch, so that one sample's length scales the gradients of
 all others: clipping then bounds nothing. Here row b of the logits and of the labels gives losses[b], and nothing else.
 """
 

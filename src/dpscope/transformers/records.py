@@ -1,4 +1,4 @@
-"""ε of the steps so far, how many steps a target ε allows, and privacy.json: what a checkpoint holds of a private run.
+"""Privacy records: ε so far, the steps that a target ε allows, and privacy.json in a Trainer's checkpoint.
 
 privacy.json tells which samples were drawn (the seed): anyone who has it can tell who took part in which step, and
 privacy by sampling is lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.
@@ -22,7 +22,7 @@ MOST_STEPS_LEFT = 2**40
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
-    """Return what the accountant says. Rényi divergences of equal steps add up: those of one are computed once."""
+    """Return what the accountant says. Rényi divergences of equal steps add up, so that one step is computed once."""
     if type(accountant) is not RDPAccountant:
         return float(accountant.get_epsilon(delta=delta))
     orders = tuple(accountant.DEFAULT_ALPHAS)
@@ -66,7 +66,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PrivacyRecord:
-    """Spent privacy, and where the draws stand. `history`: (noise multiplier, sample rate, steps) of the accountant."""
+    """Spent privacy and state of the draws; `history`: (noise multiplier, sample rate, steps) of the accountant."""
 
     history: list[tuple[float, float, int]]
     mechanism: str
@@ -81,7 +81,7 @@ class PrivacyRecord:
 
     @classmethod
     def load(cls, folder: Path) -> PrivacyRecord:
-        """Raise UserError where the checkpoint does not say what privacy its run has spent."""
+        """Raise UserError if the checkpoint does not say what privacy its run has spent."""
         try:
             saved: dict[str, Any] = json.loads((folder / PRIVACY_FILE).read_text(encoding="utf-8"))
             version = saved.pop("version")

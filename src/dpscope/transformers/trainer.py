@@ -266,7 +266,7 @@ class PrivateTrainerMixin(_Host):
         return losses.sum() / max(len(losses), 1)
 
     def sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of each sample of a batch, (B,); to be overridden for a loss of one's own.
+        """Return the loss of each sample of a batch, (B,); to be overridden for your own loss.
 
         Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
         """
@@ -296,7 +296,7 @@ class PrivateTrainerMixin(_Host):
         return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return those of a whole draw, which were counted while it ran."""
+        """Return the operations of a whole draw, counted while it ran."""
         return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
 
     def _operations(self, batch: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a byte of memory is for, and how peaks are measured. Every live byte belongs to exactly one component."""
+"""Components of memory, and ways to measure a peak. Every live byte belongs to exactly one component."""
 
 from __future__ import annotations
 

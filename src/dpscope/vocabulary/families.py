@@ -1,4 +1,4 @@
-"""The families of kernels and operators that traffic is told apart by: work a person recognises, not symbol names.
+"""Families of kernels and operators: work a person recognises, not symbol names.
 
 Instruments sort names into families; reports show them in this order. Nothing here needs torch.
 """

@@ -1,9 +1,4 @@
-"""The instruments: how a step can be observed, and how each can be asked to look.
-
-A new one is an entry here and `measure_NAME(spec, progress, folder)` in `runner/measurements/NAME.py`. Its subcommand,
-its place in `--instruments` and `--all`, and what the page says where it did not look come from the entry. What the
-summary tells of it is a function named in `SECTIONS`.
-"""
+"""Instruments: how a step can be observed, and their options. docs/architecture.md says how to add one."""
 
 from __future__ import annotations
 

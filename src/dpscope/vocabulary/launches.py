@@ -42,7 +42,7 @@ def announce(describe: Callable[[], Launch]) -> None:
 
 @contextmanager
 def hearing(listener: LaunchListener) -> Iterator[None]:
-    """Announce every launch to `listener` for as long as the context is open."""
+    """Announce every launch to `listener` while the context is open."""
     _listeners.append(listener)
     try:
         yield

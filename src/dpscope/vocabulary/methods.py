@@ -1,9 +1,6 @@
-"""The methods dpscope can compare. A new one is a trainer class in a file of its own and one line here.
+"""Methods that dpscope can compare. A new one is a trainer class in a file of its own and one line here.
 
-Other packages add theirs through the entry-point group `dpscope.methods`:
-
-    [project.entry-points."dpscope.methods"]
-    mymethod = "mypackage.trainer:MyTrainer"    # a subclass of dpscope.trainers.base.TrainerBase
+Other packages add theirs through the entry-point group `dpscope.methods` (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ STANDARD = "standard"  # the denominator of every ratio
 
 @dataclass(frozen=True)
 class Method:
-    """A name people type, and where its trainer class is."""
+    """Method: the name people type, and the place of its trainer class."""
 
     name: str
     trainer: str  # "package.module:Class"

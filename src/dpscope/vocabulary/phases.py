@@ -63,7 +63,7 @@ def _announced(name: str) -> Iterator[None]:
 
 @contextmanager
 def listening(listener: PhaseListener) -> Iterator[None]:
-    """Announce every phase to `listener` for as long as the context is open."""
+    """Announce every phase to `listener` while the context is open."""
     _listeners.append(listener)
     try:
         yield

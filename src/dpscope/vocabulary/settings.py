@@ -1,8 +1,6 @@
-"""The settings of a row: a field each, with all that commands, result files and reports say of it.
+"""Settings of a row: a field each, with all that commands, result files and reports say of it.
 
-A new setting is a field of `TrainerSettings`, and the code that heeds it. From the field come its flag in every
-measuring command, its argument of `dpscope.compare`, its check, its key in result files, its columns and words in
-reports, and its place in the commands under "Not measured".
+docs/architecture.md says how to add one.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
+CLIPPING_RULES = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
 EAGER = "none"
 CUDA_GRAPHS = "reduce-overhead"
 # mode of torch.compile -> what reports call a row that ran so
@@ -60,7 +59,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Switch:
-    """A check for what is on or off. A switch is off by default: its flag turns it on."""
+    """Check of a switch, on or off. A switch is off by default: its flag turns it on."""
 
     what: str
 
@@ -223,6 +222,14 @@ class TrainerSettings:
     learning_rate: float = setting(1e-4, numbers.LEARNING_RATE, "Step size.", WITHIN_A_SWEEP)
     noise_multiplier: float = setting(1.0, numbers.NOISE_MULTIPLIER, "Noise per clip norm.", heading="Noise multiplier")
     max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, "Clip norm.", heading="Clipping norm")
+    clipping: str = setting(
+        "flat",
+        OneOf("clipping rule", CLIPPING_RULES),
+        f"{'|'.join(CLIPPING_RULES)}: how flash clips, or several, as flat,per_layer.",
+        words="{} clipping",
+        heading="Clipping rule of flash",
+        several=True,
+    )
     warmup: int = setting(
         3, numbers.WARMUP_STEPS, "Steps before the timed ones.", NOWHERE, label="warm-up steps", words="{} warm-up"
     )

@@ -1,6 +1,6 @@
-"""How a measurement can end, and with which code processes exit.
+"""Statuses of a measurement, and exit codes of processes.
 
-A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so. By a signal n a process exits with
+A new status is a line in `STATUS_TABLE`. By a signal n a process exits with
 128 + n, as shells count (130 Ctrl-C, 143 SIGTERM).
 """
 
@@ -14,7 +14,7 @@ from dpscope.vocabulary.settings import DEVICES
 
 @dataclass(frozen=True)
 class Status:
-    """`name` stands in result files, tables and logs; the other words in sentences and figures of reports."""
+    """`name` is used in result files, tables and logs; the other words in sentences and figures of reports."""
 
     name: str
     outcome: str  # what became of a method: "ghost ran out of memory"

@@ -1,8 +1,7 @@
 """Models of Hugging Face: any architecture that is trained for next tokens or for classes, with random weights.
 
-What a batch holds besides its ids is spelled out sample by sample: Opacus reads per-sample gradients off dimension 0,
-so position ids of shape (1, T), which models make for themselves, would be one sample's to it. Dropout is switched off:
-it draws other numbers for a sample alone than for the sample in its batch, and nothing could be compared.
+Masks and positions have a row for each sample, because Opacus reads per-sample gradients off dimension 0. Dropout is
+off: a sample alone would draw other numbers than in its batch.
 """
 
 from __future__ import annotations

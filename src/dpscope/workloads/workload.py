@@ -79,7 +79,7 @@ def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | No
 def build_model(workload: Workload, param_dtype: str) -> nn.Module:
     """Return the workload's model on torch's default device, its weights in `param_dtype` from the first moment on.
 
-    Where a part of the model is frozen, what is trained keeps the format that it is built in: peft makes adapters of
+    If part of the model is frozen, trained parameters keep the format that they are built in: peft makes adapters of
     bf16 weights in float32.
     """
     dtype: torch.dtype = getattr(torch, PARAM_DTYPES[param_dtype])

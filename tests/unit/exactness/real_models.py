@@ -7,36 +7,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope import Workload
-
-VOCABULARY, LENGTH, SAMPLES = 31, 9, 4
-
-
-def _tokens(seed, device, *, padded=False):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    mask = torch.ones_like(ids)
-    if padded:
-        for row, length in enumerate((LENGTH, 5, 7, 3)):
-            ids[row, length:] = 0
-            mask[row, length:] = 0
-    classes = torch.randint(3, (SAMPLES,), generator=generator)
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "classes": classes.to(device)}
+from tests.tiny_models.hugging_face import MODELS as TINY
+from tests.tiny_models.hugging_face import batch_of, class_losses, next_token_losses
 
 
-def _next_token_loss(model, batch):
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    return F.cross_entropy(logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none").mean(1)
-
-
-def _class_loss(model, batch):
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits, batch["classes"], reduction="none")
+def _batch(seed, device):
+    return {key: value.to(device) for key, value in batch_of(seed, side=8).items()}
 
 
 def _images(seed, device):
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
-    return pixels.to(device), torch.randint(3, (SAMPLES,), generator=generator).to(device)
+    batch = _batch(seed, device)
+    return batch["pixels"], batch["classes"]
 
 
 def _image_loss(model, batch):
@@ -44,64 +25,10 @@ def _image_loss(model, batch):
     return F.cross_entropy(getattr(output, "logits", output), batch[1], reduction="none")
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-        )
-    )
-
-
 def llama_with_lora():
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=16,
-            num_labels=3,
-        )
-    )
-
-
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            num_labels=3,
-        )
-    )
+    return get_peft_model(TINY["Llama"].build(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
 class ResidualBlock(nn.Module):
@@ -152,16 +79,12 @@ class BareParameter(nn.Module):
         return self.head(torch.tanh((images.flatten(1) * self.scale) @ self.mix.T))
 
 
-def _padded_tokens(seed, device):
-    return _tokens(seed, device, padded=True)
-
-
 MODELS = {
-    "GPT-2 (tied)": Workload(model=gpt2, batch=_tokens, loss=_next_token_loss),
-    "Llama": Workload(model=llama, batch=_tokens, loss=_next_token_loss),
-    "LoRA on Llama": Workload(model=llama_with_lora, batch=_tokens, loss=_next_token_loss),
-    "BERT with padding": Workload(model=bert, batch=_padded_tokens, loss=_class_loss),
-    "ViT": Workload(model=vit, batch=_images, loss=_image_loss),
+    "GPT-2 (tied)": Workload(model=TINY["GPT2"].build, batch=_batch, loss=next_token_losses),
+    "Llama": Workload(model=TINY["Llama"].build, batch=_batch, loss=next_token_losses),
+    "LoRA on Llama": Workload(model=llama_with_lora, batch=_batch, loss=next_token_losses),
+    "BERT with padding": Workload(model=TINY["Bert"].build, batch=_batch, loss=class_losses),
+    "ViT": Workload(model=lambda: TINY["ViT"].build(image_size=8), batch=_images, loss=_image_loss),
     "ResNet with GroupNorm": Workload(model=resnet, batch=_images, loss=_image_loss),
     "a module called twice": Workload(model=CalledTwice, batch=_images, loss=_image_loss),
     "a bare parameter": Workload(model=BareParameter, batch=_images, loss=_image_loss),

@@ -173,6 +173,7 @@ CHANGES = {
     "simulate_world": 8,
     "link_gbps": 100.0,
     "memory_budget": "lean",
+    "clipping": "automatic",
     "optimizer": "sgd",
     "learning_rate": 2e-4,
     "noise_multiplier": 0.5,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from dpscope.transformers import PrivateTrainer
+from tests.tiny_models.hugging_face import MODELS
 
 VOCABULARY, LONGEST, IGNORED = 32, 10, -100
 SAMPLES, PHYSICAL, LOGICAL = 48, 4, 16
@@ -47,21 +48,8 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def small_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-        **options,
-    )
-    return LlamaForCausalLM(config)
+    settings = {"num_hidden_layers": 1, "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return MODELS["Llama"].build(vocab_size=VOCABULARY, **settings, use_cache=False, **options)
 
 
 def arguments(folder: Any, **changed: Any) -> TrainingArguments:

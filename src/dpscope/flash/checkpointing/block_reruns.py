@@ -118,7 +118,7 @@ class BlockReruns:
         engine.path_rules.runs_again = engine.forwards.rerunning = True
         try:
             with (
-                engine.state.rehearsing(passes[0].batch_size),
+                engine.state.rehearsing(engine.groups.row_count(passes[0].batch_size)),
                 untouched(engine.model),
                 engine.anchor.renewed() as anchor,
             ):

@@ -13,7 +13,7 @@ With n the norm of a sample's gradient (over all parameters, or over the paramet
 | `adaptive`   | min(1, C / n)         | one                    | C follows a quantile of the norms, privately |
 
 In each group a sample's share has a norm of at most C_g, so all of it is at most `sensitivity()`: the noise multiplier
-times that is the standard deviation of the noise. A new rule is a class here and an entry of `RULES`.
+times that is the standard deviation of the noise. A new rule is a class here and an entry of `CLIP_RULES`.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Adaptive(ClipRule):
         self.bounds = [min(self.max_clipbound, max(self.min_clipbound, bound))]
 
 
-RULES: dict[str, type[ClipRule]] = {
+CLIP_RULES: dict[str, type[ClipRule]] = {
     rule.name: rule for rule in (ClipRule, Automatic, Normalised, Psac, PerLayer, PerGroup, Adaptive)
 }
 
@@ -251,17 +251,17 @@ def make_rule(clipping: str | ClipRule, max_grad_norm: Any, **options: Any) -> C
         if options:
             raise UserError(f"{', '.join(options)}: give such options to the rule itself")
         return clipping
-    if clipping not in RULES:
-        raise UserError(f"clipping must be one of {', '.join(RULES)}, not {clipping!r}")
+    if clipping not in CLIP_RULES:
+        raise UserError(f"clipping must be one of {', '.join(CLIP_RULES)}, not {clipping!r}")
     try:
-        return RULES[clipping](max_grad_norm, **options)
+        return CLIP_RULES[clipping](max_grad_norm, **options)
     except TypeError as error:
         raise UserError(f"clipping={clipping!r}: {error}") from None
 
 
 def options_of(clipping: str | ClipRule) -> set[str]:
     """Return the names of the options that a rule takes besides its bounds."""
-    rule = RULES.get(clipping) if isinstance(clipping, str) else None
+    rule = CLIP_RULES.get(clipping) if isinstance(clipping, str) else None
     return set() if rule is None else set(inspect.signature(rule).parameters) - {"max_grad_norm"}
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients.paths import Decision, stored_dtype
+from dpscope.flash.gradients.paths import KEEP, Decision, PathRules, stored_dtype
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
@@ -97,6 +97,12 @@ class Contribution(Protocol):
     def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
         """Whether `other`, of the same parameter, was added into this one, so that only one need be held."""
 
+    def taken(self, index: Tensor) -> Contribution:
+        """Return the same of some rows; -1 is a row of zeros."""
+
+    def folded(self, each: int, rules: PathRules) -> Contribution:
+        """Return the same with `each` rows beside one another as one sample."""
+
     def materialise(self) -> Tensor:
         """(B, *shape): the per-sample gradients."""
 
@@ -139,6 +145,12 @@ class Kept:
         self.values.add_(other.values)
         return True
 
+    def taken(self, index: Tensor) -> Kept:
+        return Kept(take_rows(self.values, index))
+
+    def folded(self, each: int, rules: PathRules) -> Kept:
+        return Kept(fold(self.values, each).sum(1))
+
     def materialise(self) -> Tensor:
         return self.values
 
@@ -180,6 +192,12 @@ class Summed:
 
     def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
         return False
+
+    def taken(self, index: Tensor) -> Summed:
+        return Summed(take_rows(self.g, index), owned=True)
+
+    def folded(self, each: int, rules: PathRules) -> Summed:
+        return Summed(fold(self.g, each).flatten(1, 2), owned=self.owned)
 
     def materialise(self) -> Tensor:
         return bias_sums(self.g)
@@ -239,6 +257,18 @@ class Saved:
             refuse_changed(name)
 
 
+def fold(rows: Tensor, each: int) -> Tensor:
+    """(B·k, ...) -> (B, k, ...)."""
+    return rows.view(-1, each, *rows.shape[1:]) if rows.is_contiguous() else rows.reshape(-1, each, *rows.shape[1:])
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return these rows, zeros for an index of -1."""
+    index = index.to(rows.device)
+    there = (index >= 0).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(there, rows[index.clamp_min(0)], 0)
+
+
 class Outer(Saved):
     """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
 
@@ -253,6 +283,15 @@ class Outer(Saved):
         """What has to be equal for two products to be made together."""
         x, g = self.first, self.g
         return x.shape, x.dtype, g.shape, g.dtype
+
+    def taken(self, index: Tensor) -> Outer:
+        return Outer(take_rows(self.first, index), take_rows(self.g, index), self.decision)
+
+    def folded(self, each: int, rules: PathRules) -> Outer | Kept:
+        """To a product, the rows of a sample are more positions of it."""
+        x, g = fold(self.first, each).flatten(1, 2), fold(self.g, each).flatten(1, 2)
+        product = Outer(x, g, rules.of_product(x.shape, g))
+        return Kept(product.materialise()) if product.decision.path == KEEP else product
 
     def materialise(self) -> Tensor:
         return sample_products(self.x, self.g)
@@ -312,6 +351,15 @@ class Lookup(Saved):
     @property
     def ids(self) -> Tensor:
         return self.first
+
+    def taken(self, index: Tensor) -> Lookup:
+        ids, g = take_rows(self.first, index), take_rows(self.g, index)
+        return Lookup(ids, g, self.rows, self.padding_idx, self.decision)
+
+    def folded(self, each: int, rules: PathRules) -> Lookup | Kept:
+        ids, g = fold(self.first, each).flatten(1), fold(self.g, each).flatten(1, 2)
+        lookup = Lookup(ids, g, self.rows, self.padding_idx, rules.of_lookup(*ids.shape))
+        return Kept(lookup.materialise()) if lookup.decision.path == KEEP else lookup
 
     def without_padding(self, g: Tensor) -> Tensor:
         return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)

@@ -32,14 +32,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
-from dpscope.flash.kernels.float32_products import TF32_ROUNDING, cudnn_in_tf32, operand_rounding, reads_tf32
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding, reads_tf32
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
 FORCEABLE = (GRAM, DIRECT, KEEP)
@@ -101,6 +101,14 @@ LOOKUP_SORTED = Decision(DIRECT, "rows that repeat in a sample are found by sort
 LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, compared in the Gram kernel")
 
 
+class Unfolded(NamedTuple):
+    """A convolution's x: elements held a sample; whether patches are copies; whether kept products are in TF32."""
+
+    held: int
+    copies: bool
+    kept_in_tf32: bool
+
+
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which per-sample gradients of several samples are stored."""
     return torch.float32 if dtype == torch.float16 else dtype
@@ -137,22 +145,19 @@ def path_costs(
     *,
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
-    x_held: int | None = None,
-    unfolds: bool = False,
-    kept_in_tf32: bool = False,
+    unfolded: Unfolded | None = None,
     normed: bool = False,
 ) -> dict[str, PathCost]:
     """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
-    `x_held`: elements of x a sample where x is made of a convolution's input; `unfolds`: that takes a copy.
-    `kept_in_tf32`: products that are kept are rounded as convolutions. `normed`: norms come with them."""
+    `unfolded`: x is made of a convolution's input. `normed`: norms come with the products that are kept."""
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     gemm = products / rates.products
     sums = gemm / SUM_EFFICIENCY
     grams = float(batch) * (d + p)
-    held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
-    unfolded = 2.0 * batch * length * d * itemsize if unfolds else 0.0  # written and read
-    kept = products / TF32_RATES.products if kept_in_tf32 else gemm
+    held = float(batch * ((length * d if unfolded is None else unfolded.held) + length * p) * itemsize)
+    patches = 2.0 * batch * length * d * itemsize if unfolded and unfolded.copies else 0.0  # written and read
+    kept = products / TF32_RATES.products if unfolded and unfolded.kept_in_tf32 else gemm
     stored = float(batch * d * p * (stored_itemsize or itemsize))
     wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
     again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
@@ -164,11 +169,11 @@ def path_costs(
 
     in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
     return {
-        RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
-        GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
-        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
+        RANK1: cost(products + 2.0 * length * grams, total + held + 2 * patches, held, sums),
+        GRAM: cost(products + length**2 * grams, total + again + copies + 2 * patches, held, sums + in_tiles),
+        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * patches, held, gemm + sums),
         KEEP: cost(
-            products, (2 if normed else 3) * stored + unfolded, stored, kept + (NORMED_LAUNCH if normed else 0.0)
+            products, (2 if normed else 3) * stored + patches, stored, kept + (NORMED_LAUNCH if normed else 0.0)
         ),
     }
 
@@ -183,9 +188,7 @@ def choose_path(
     itemsize: int = 4,
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
-    x_held: int | None = None,
-    unfolds: bool = False,
-    kept_in_tf32: bool = False,
+    unfolded: Unfolded | None = None,
     width_freed: int | None = None,
     normed: bool = False,
     forced: str | None = None,
@@ -212,13 +215,11 @@ def choose_path(
             itemsize,
             stored_itemsize=stored_itemsize,
             rounding=rounding,
-            x_held=x_held,
-            unfolds=unfolds,
-            kept_in_tf32=kept_in_tf32,
+            unfolded=unfolded,
             normed=normed,
         )
     )
-    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and x_held is None and not runs_again)
+    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and unfolded is None and not runs_again)
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
@@ -250,9 +251,7 @@ def _choices(
     p: int,
     dtype: torch.dtype,
     rounding: float,
-    x_held: int | None,
-    unfolds: bool,
-    kept_in_tf32: bool,
+    unfolded: Unfolded | None,
     width_freed: int | None,
     normed: bool,
     forced: str | None,
@@ -269,9 +268,7 @@ def _choices(
         # A lone sample's gradient is stored in the parameter's dtype.
         stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
         rounding=rounding,
-        x_held=x_held,
-        unfolds=unfolds,
-        kept_in_tf32=kept_in_tf32,
+        unfolded=unfolded,
         width_freed=width_freed,
         normed=normed,
         forced=forced,
@@ -311,15 +308,11 @@ class PathRules:
         g: Tensor,
         *,
         p: int | None = None,
-        x_held: int | None = None,
-        unfolds: bool = False,
+        unfolded: Unfolded | None = None,
         width_freed: int | None = None,
         normed: bool = False,
     ) -> Decision:
-        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape.
-
-        x_held, unfolds: of a convolution, see `path_costs`
-        """
+        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
         rounding = _rounding_of(g)
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
@@ -327,9 +320,7 @@ class PathRules:
             p,
             g.dtype,
             rounding,
-            x_held,
-            unfolds,
-            x_held is not None and g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv"),
+            unfolded,
             width_freed,
             normed,
             self.forced,

@@ -43,6 +43,7 @@ class Slot:
         """Whether it is the whole of which this slot's parameter is a shard."""
         return (
             is_sharded(self.parameter)
+            and parameter is not None
             and type(parameter) in (nn.Parameter, FakeTensor)  # the latter in a dry run
             and parameter.shape == self.parameter.shape
             and parameter.requires_grad == self.parameter.requires_grad

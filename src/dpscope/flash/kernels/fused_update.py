@@ -231,18 +231,17 @@ def _update(
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
         announce(partial(_described, kernel.__name__, columns, factors, listed.members))
-    if not left:
-        return
-    with HostStream(*key, [(starts[i], params[i].numel()) for i in left], backend) as stream, torch.no_grad():
-        for i in sorted(left, key=starts.__getitem__):
-            param, total = params[i], sums[i]
-            dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
-            if factors is not None:
-                total = sums_by_torch(total.reshape(len(factors), param.numel()), factors).view(param.shape)
-            grad = total.detach().to(dtype, copy=factors is None)
-            if noise_std:
-                for part, number in chunks(grad, starts[i]):
-                    part.add_(stream.normals(number, part), alpha=noise_std)
+    stream = HostStream(*key, [(starts[i], params[i].numel()) for i in left], backend)
+    for i in sorted(left, key=starts.__getitem__):
+        param, total = params[i], sums[i]
+        dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
+        if factors is not None:
+            total = sums_by_torch(total.reshape(len(factors), param.numel()), factors).view(param.shape)
+        grad = total.detach().to(dtype, copy=factors is None)
+        if noise_std:
+            for part, number in chunks(grad, starts[i]):
+                part.add_(stream.normals(number, part), alpha=noise_std)
+        with torch.no_grad():
             fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
 
 

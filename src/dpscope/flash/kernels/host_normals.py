@@ -5,9 +5,9 @@ A block's words are BLOCK numbers of 32 bits, w₀ those of the first half and w
 
     r = √(-2 ln((w₀ + ½)·2⁻³²)),  θ = 2π·w₁·2⁻³², w₁ signed:    r cos θ in the first half, r sin θ in the second.
 
-The numbers differ from those of the kernels (philox.py), whose 32-bit products take a CPU four times as long. Nothing
+The numbers differ from those of the kernels (philox.py), whose 32-bit products take a CPU three times as long. Nothing
 depends on how many threads there are, or on which part of the stream is asked for. Written in numpy, because torch
-would start threads of its own in each of these. On one core of an AMD EPYC 3.9 ns an element, where torch's `normal_`
+would start threads of its own in each of these. On one core of an AMD EPYC 3.8 ns an element, where torch's `normal_`
 takes 3.4 (2026-11-16).
 
 All 128 bits are Philox's own key here, so that known words leave a search among 2¹²⁸ keys. As with the kernels, normals

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -105,17 +105,15 @@ def _add(
                 num_warps=8,
             )
         announce(partial(_described, tensors, launch.members))
-    if not left:
-        return
-    with HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left], backend) as stream:
-        for i in sorted(left, key=starts.__getitem__):
-            for part, number in chunks(tensors[i], starts[i]):
-                wide = part.to(torch.promote_types(part.dtype, torch.float32))
-                if std:
-                    wide.add_(stream.normals(number, part), alpha=std)
-                wide.mul_(scale)
-                if wide is not part:
-                    part.copy_(wide)
+    stream = HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left], backend)
+    for i in sorted(left, key=starts.__getitem__):
+        for part, number in chunks(tensors[i], starts[i]):
+            wide = part.to(torch.promote_types(part.dtype, torch.float32))
+            if std:
+                wide.add_(stream.normals(number, part), alpha=std)
+            wide.mul_(scale)
+            if wide is not part:
+                part.copy_(wide)
 
 
 def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
@@ -181,7 +179,6 @@ class HostStream:
 
     def __init__(self, seed: int, offset: int, spans: Sequence[tuple[int, int]], backend: Backend) -> None:
         self.seed, self.offset, self.backend = as_word(seed), as_word(offset), backend
-        self._threads = ThreadPoolExecutor(torch.get_num_threads())  # starts none before the first task
         self.first = 0
         self.window = torch.empty(0)
         self._stretches: list[tuple[int, int]] = []  # (begin, end) of stretches without a gap
@@ -190,11 +187,10 @@ class HostStream:
             begin = self._stretches.pop()[0] if goes_on else start
             self._stretches.append((begin, start + count))
 
-    def __enter__(self) -> HostStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """They end with the stream."""
+        return ThreadPoolExecutor(torch.get_num_threads())
 
     def normals(self, start: int, like: Tensor) -> Tensor:
         """One float32 normal for each element of `like`, the first of which has the number `start`."""

@@ -288,19 +288,25 @@ class BareTap(TapOfSamples):
         if role is None and key in self.constants:
             role = self.roles[key] = Constant(self, name_of(func))
         if role is None:
-            found = learn(self, func, operands_of(leaves), spec, batch)
+            found = self._learn(func, leaves, spec, batch)
             if isinstance(found, str):
                 raise self.cannot_follow(found)
             if batch < 2:
                 return found  # one sample alone shows nothing of how several are treated
             role = self.roles[key] = found
         elif isinstance(role, BareUse) and not role.fits(leaves, batch):
-            again = learn(self, func, operands_of(leaves), spec, batch)
+            again = self._learn(func, leaves, spec, batch)
             if not isinstance(again, BareUse):
                 raise self.cannot_follow(f"{role.called} is given other sizes than before")
             again.known = role.known
             return again
         return role
+
+    def _learn(
+        self, func: Any, leaves: list[Any], spec: Any, batch: int
+    ) -> BareUse | Constant | Expanded | Unrelated | str:
+        with _without_saved_tensor_hooks():  # a checkpoint that runs again learns nothing, and saves nothing of it
+            return learn(self, func, operands_of(leaves), spec, batch)
 
     def _signature(self, leaf: Any) -> Any:
         if type(leaf) is Bare:

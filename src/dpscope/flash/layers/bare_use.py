@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.gradients.contributions import Kept, chunks
+from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
+from dpscope.flash.layers.row_derivatives import PROBES, pulled_back_by_rows
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import TapOfSamples
@@ -32,7 +33,6 @@ _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
-_TEMPORARIES = 4  # of the size of a derived parameter's gradients, that its derivative takes
 
 
 def name_of(func: Any) -> str:
@@ -84,6 +84,8 @@ class BareUse(_Seen):
             self.rule, self.saves = None, True
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
         self.copies = self.rule is None or called == "expand_rows"
+        self.by_rows = True  # whether the derivative of a weight has the form of row_derivatives.py, as far as is known
+        self._pulls = 0
         self.moves = False  # whether other operands differ between the runs of a rehearsal
         self._prints: list[Tensor] | None = None
         self._runs: set[int] = set()  # of rehearsals that met it
@@ -162,32 +164,37 @@ class BareUse(_Seen):
             return
         slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
         rows = gradients.reshape(len(gradients), *q.shape).to(q.dtype)
-        found = _pulled_back(q, [slot.parameter for slot in slots], rows)
+        found = self._pulled_back(q, [slot.parameter for slot in slots], rows)
         for slot, values in zip(slots, found, strict=True):
             if values is not None:
                 yield slot, values
 
+    def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
+        """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of."""
+        alike = [index for index, each in enumerate(parameters) if each.shape == q.shape and each.dtype == q.dtype]
+        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 2 * PROBES
+        if len(alike) != 1 or not wide or len(rows) <= PROBES or not self.by_rows or dry_run.current() is not None:
+            return _vjp(q, parameters, rows)
+        (index,), weight = alike, parameters[alike[0]]
+        values, fits = pulled_back_by_rows(weight, rows, lambda probes: _vjp(q, [weight], probes, zeros=True)[0])
+        self._pulls += 1
+        if self._pulls & (self._pulls - 1) == 0:  # the 1st, 2nd, 4th, 8th, … time: looking waits for the device
+            self.by_rows = bool(fits.all())
+            if not self.by_rows:
+                return _vjp(q, parameters, rows)
+        others = parameters[:index] + parameters[index + 1 :]
+        found = list(_vjp(q, others, rows)) if others else []
+        return [*found[:index], values, *found[index:]]
 
-def _pulled_back(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over many samples."""
-    parts = list(chunks(len(rows), _TEMPORARIES * q.nbytes))
+
+def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:
+    """One vjp over all rows: the parameters' gradients, None or `zeros` for those that have none."""
+    options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": zeros}
     with OWN_GRADIENTS.taken():
-        first = _vjp(q, parameters, rows[parts[0]])
-        if len(parts) == 1:
-            return first
-        found = [None if each is None else each.new_empty((len(rows), *each.shape[1:])) for each in first]
-        for part in parts:
-            for whole, some in zip(found, first if not part.start else _vjp(q, parameters, rows[part]), strict=True):
-                if whole is not None and some is not None:
-                    whole[part] = some
-    return found
-
-
-def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-    try:
-        return torch.autograd.grad(q, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)
-    except RuntimeError:  # an operator that vmap has no rule for
-        each = [torch.autograd.grad(q, parameters, row, retain_graph=True, allow_unused=True) for row in rows]
+        try:
+            return torch.autograd.grad(q, parameters, rows, is_grads_batched=True, **options)
+        except RuntimeError:  # an operator that vmap has no rule for
+            each = [torch.autograd.grad(q, parameters, row, **options) for row in rows]
     return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, wide, wide_product
-from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.kernels.float32_products import rounded_as_cudnn
+from dpscope.flash.kernels.float32_products import cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
@@ -95,6 +95,17 @@ class Patches(Saved):
             patches, rows = (F.pad(each, (0, missing)) for each in (patches, rows))
         return Outer(patches.mT, rows.mT, self.decision)
 
+    def taken(self, index: Tensor) -> Patches:
+        x, g = take_rows(self.first, index), take_rows(self.g, index)
+        return Patches(x, g, self.geometry, self.shape, self.decision)
+
+    def folded(self, each: int, rules: PathRules) -> Patches:
+        x, g = fold(self.first, each), fold(self.g, each)
+        if self.first.dim() > len(self.geometry.kernel) + 2:  # there are several images in a row already
+            x, g = x.flatten(1, 2), g.flatten(1, 2)
+        decision = replace(self.decision, path=DIRECT) if self.decision.path == RANK1 else self.decision
+        return Patches(x, g, self.geometry, self.shape, decision)
+
     def _chunks(self) -> list[slice]:
         n = len(self.geometry.kernel)
         positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
@@ -102,7 +113,19 @@ class Patches(Saved):
         return list(chunks(self.batch_size, patches * self.first.element_size()))
 
     def _gradients(self, samples: slice) -> Tensor:
+        if self.shape[1] == 1 < self.geometry.groups and self.g.dim() == len(self.shape):
+            return self._by_channels(samples)
         return self._outer(samples).materialise().view(-1, *self.shape)
+
+    def _by_channels(self, samples: slice) -> Tensor:
+        """The same where a group has one input channel: samples are more channels to torch's depthwise kernel."""
+        at, dtype = self.geometry, stored_dtype(self.g.dtype)
+        g, x = (each[samples].to(dtype).flatten(0, 1).unsqueeze(0) for each in (self.g, self.first))
+        weight = x.new_empty(g.shape[1], *self.shape[1:])  # only its shape is read
+        groups, wanted = x.shape[1], [False, True, False]
+        options = (at.stride, at.padding, at.dilation, False, [0] * len(at.kernel), groups, wanted)
+        gradients: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *options)[1]
+        return gradients.view(-1, *self.shape)
 
     def materialise(self) -> Tensor:
         """(B, *shape), of operands that are rounded as the convolution's."""
@@ -269,7 +292,9 @@ def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Deci
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
     rules = tap.engine.path_rules
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held, unfolds=geometry.copies)
+    in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
+    unfolded = Unfolded(held, geometry.copies, in_tf32)
+    decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
     kept = groups * d * p * stored_dtype(g.dtype).itemsize
     freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
     if groups > 1 and rules.forced is None and kept <= freed:

@@ -20,6 +20,10 @@ from dpscope.flash.taps.taps import Engine, LayerTap, Spec
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
+
+MOST_GROUPS = 65535
+"""Of one image, for which torch's CUDA kernel gives the gradient of x: the limit of a launch's second dimension."""
 
 
 def _probe_layer_norm(x: Tensor) -> Tensor:
@@ -187,19 +191,23 @@ class GroupNormTap(NormTap):
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
         batch, channels = x.shape[:2]
-        # The kernel takes g to be contiguous, and does not look.
-        dx, weight_sums, bias_sums = torch.ops.aten.native_group_norm_backward(
-            g.to(x.dtype).contiguous().view(1, batch * channels, -1),
+        g, positions = g.to(x.dtype).contiguous(), x[0, 0].numel()  # the kernel takes g to be contiguous
+        needs_sums, folds = needs_weight or needs_bias, batch * ctx.groups <= MOST_GROUPS
+        dx, weight_sums, bias_sums = _group_norm_backward(
+            g.view(1, batch * channels, -1),
             x.view(1, batch * channels, -1),
             mean.reshape(1, -1),
             rstd.reshape(1, -1),
             None if weight is None else weight.repeat(batch),
             1,
             batch * channels,
-            x[0, 0].numel(),
+            positions,
             batch * ctx.groups,
-            [needs_x, needs_weight or needs_bias, needs_weight or needs_bias],
+            [needs_x and folds, needs_sums, needs_sums],
         )
+        if needs_x and not folds:
+            apart = (mean, rstd, weight, batch, channels, positions, ctx.groups, [True, False, False])
+            dx = _group_norm_backward(g, x, *apart)[0]
         return (
             dx.view(x.shape) if needs_x else None,
             weight_sums.view(batch, channels) if needs_weight else None,

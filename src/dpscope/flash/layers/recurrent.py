@@ -36,6 +36,7 @@ from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 from dpscope.flash.torch_side.saved_tensors import keeps_graph
 
+_linear = F.linear  # as it is now: torch's kernels do not ask for it, so one that is patched later is no part of them
 _VF: Any = torch._VF
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 _CLASSES = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: ""}
@@ -127,7 +128,7 @@ class RecurrentTap(OpaqueTap):
             zeros = x.new_zeros(count, x.shape[1], module.hidden_size)
             return [zeros, zeros] if self.mode == "LSTM" else [zeros]
         states = list(hx) if self.mode == "LSTM" else [hx]
-        return [state.samples(module) if isinstance(state, StandIn) else state for state in states]
+        return [_with_samples(state, module) if isinstance(state, StandIn) else state for state in states]
 
     def _run_layer(
         self, x: Tensor, states: list[Tensor], layer: int, direction: int, lengths: Tensor | None
@@ -249,7 +250,7 @@ def _run_on_gates(ctx: Any, x: Tensor, states: Sequence[Tensor]) -> _Run:
     w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     with torch.enable_grad():
         with rounded_as_cudnn(x.device, "rnn"):
-            u = F.linear(x.detach().to(ctx.dtype), w_ih, b_ih).detach().requires_grad_()
+            u = _linear(x.detach().to(ctx.dtype), w_ih, b_ih).detach().requires_grad_()
         firsts = [each.detach().to(ctx.dtype).requires_grad_() for each in states]
         identity = torch.eye(u.shape[-1], dtype=ctx.dtype, device=u.device)
         given = [identity, w_hh] if b_hh is None else [identity, w_hh, torch.zeros_like(b_hh), b_hh]
@@ -260,7 +261,7 @@ def _run_on_gates(ctx: Any, x: Tensor, states: Sequence[Tensor]) -> _Run:
 def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """∂u: (T, B, G), and the gradients of x and of the first states."""
     run: _Run = ctx.run or _run_on_gates(ctx, x, states)
-    keeps = ctx.run is not None and keeps_graph()
+    keeps = ctx.run is not None and keeps_graph is not None and keeps_graph()
     if not keeps:  # the loss, alive, holds this node
         ctx.run = None
     reached = [(out, g.to(out.dtype)) for out, g in zip(run.outputs, gs, strict=True) if g is not None]
@@ -269,7 +270,7 @@ def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple
     )
     du, *dstates = found
     with rounded_as_cudnn(x.device, "rnn"):
-        dx = F.linear(du, _cast_weights(ctx)[0].t()).to(x.dtype)
+        dx = _linear(du, _cast_weights(ctx)[0].t()).to(x.dtype)
     return du, dx, [g.to(each.dtype) for g, each in zip(dstates, states, strict=True)]
 
 
@@ -288,8 +289,8 @@ def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
     w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     size = before.shape[-1]
     with rounded_as_cudnn(x.device, "rnn"):
-        reset = F.linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
-        reset = reset + F.linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])
+        reset = _linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
+        reset = reset + _linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])
     return torch.cat([du[..., : 2 * size], du[..., 2 * size :] * reset.sigmoid()], -1)
 
 
@@ -301,6 +302,12 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     ends = lengths.to(x.device)
     index = torch.where(times < ends, ends - 1 - times, times)
     return x.gather(0, index.unsqueeze(-1).expand_as(x))
+
+
+def _with_samples(state: Tensor, module: nn.Module) -> Tensor:
+    """Return a state (layers, B, d) that is made of parameters with a row for each sample, in dimension 1."""
+    turned = state.transpose(0, 1)
+    return (turned.samples(module) if isinstance(turned, StandIn) else turned).transpose(0, 1)
 
 
 def _has_batch(given: Any) -> bool:

@@ -95,6 +95,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         grad_sample_mode: str = FLASH,
         wrap_model: bool = True,
         batch_size_of: BatchSizeOf | None = None,
+        rows_per_sample: int = 1,
         memory_budget: MemoryLimit = None,
         pad_batches: PadBatches = False,
         **kwargs: Any,
@@ -107,6 +108,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         fill up have no share in anything; a draw larger than the largest size comes as several batches, of which the
         last takes the step, as under BatchMemoryManager.
         """
+        if rows_per_sample != 1 and pad_batches:
+            raise UserError("rows_per_sample and pad_batches do not go together: leave out one of them")
         if not is_flash(grad_sample_mode):
             if pad_batches:
                 raise UserError("pad_batches needs flash clipping: leave out grad_sample_mode")
@@ -132,6 +135,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 detach_previous(module, kwargs["optimizer"])
                 self._engine_options = {
                     "batch_size_of": batch_size_of,
+                    "rows_per_sample": rows_per_sample,
                     "memory_budget": memory_budget,
                     "clipping": rule,
                 }

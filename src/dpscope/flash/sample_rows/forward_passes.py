@@ -6,6 +6,8 @@ belongs to sample b. The first time the root is called in some way, its forward 
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -98,6 +100,8 @@ class ForwardPasses:
         self._ranks = ranks
         self.refresh: Callable[[], bool] = bool  # of the attachment
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
+        self._first_given: list[weakref.ref[Tensor]] = []  # what the first forward pass of the micro-batch was given
+        self._warned_of_others = False
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
         self.is_made_up = False  # the micro-batch: this process has no sample in it
@@ -194,6 +198,8 @@ class ForwardPasses:
         outermost = self._depth == 0
         real = None if call.compiled is None else self._settled(call.compiled)
         call = call._replace(forward=self._settled(call.forward), compiled=real)
+        if outermost and not again and not self._warned_of_others:
+            self._compare_with_first(call)
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
             if self.blocks is not None:
@@ -226,6 +232,24 @@ class ForwardPasses:
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
+
+    def _compare_with_first(self, call: RootCall) -> None:
+        """Warn where a second forward pass before backward is of other data: two views, or two batches?"""
+        given = [leaf for leaf in leaves_in((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        if self.state.micro_batch is CLOSED or not self._first_given:
+            self._first_given = [weakref.ref(leaf) for leaf in given]
+            return
+        before = [leaf for reference in self._first_given if (leaf := reference()) is not None]
+        if any(type(leaf) is not Tensor for leaf in (*before, *given)) or len(before) != len(given):
+            return  # a dry run, or a tensor that is gone with its pass
+        if not all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(before, given, strict=True)):
+            self._warned_of_others = True
+            warnings.warn(
+                "the model was called again before a backward pass, with other data: row b of both calls is taken to "
+                "be the same sample, as in two views of it. If these are two batches, call backward() after each: two "
+                "samples that are clipped as one may each move the sum by 2C",
+                stacklevel=8,
+            )
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         forward, args, kwargs, _, compiled = call

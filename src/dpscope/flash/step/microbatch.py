@@ -14,6 +14,7 @@ from dpscope.flash.gradients.combination import combine, describe_combined
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, Saved, Summed, outer_sums, refuse_complex
 from dpscope.flash.gradients.norms import Factors, GroupedNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
@@ -27,6 +28,8 @@ GROUP_BYTES = 1 << 30
 GROUP_BYTES_OF_COPIES = 1 << 28
 # Where a step may take little more than it does already, groups are as small as this, and as much is left for scratch.
 LEAST_GROUP_BYTES = 1 << 28
+
+EACH_ROW = RowGroups(1)
 
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 
@@ -58,6 +61,7 @@ class MicroBatch:
         rules: PathRules,
         clip: ClipRule,
         mean: bool,
+        groups: RowGroups = EACH_ROW,
         loss_scale: float | Tensor,
         real: int | None = None,
     ) -> None:
@@ -75,7 +79,7 @@ class MicroBatch:
         for squared in normed:
             norms.add(squared)
         norms.add_all(self._parts, self._groups)
-        multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
+        multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.clipping: Factors = clip_factors(norms.result(), clip, multiplier, real)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)

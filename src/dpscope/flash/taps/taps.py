@@ -14,6 +14,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
 from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.rehearsal_run import Run
@@ -43,6 +44,7 @@ class Engine(Protocol):
     rehearsals: RehearsedCalls
     path_rules: PathRules
     clip: ClipRule
+    groups: RowGroups
     cast: SharedCast
     graph_cast: GraphCast
     anchor: Anchor

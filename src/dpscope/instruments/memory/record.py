@@ -23,11 +23,11 @@ class Birth:
     operator    the operator that made it, as `aten::mm`; empty for what was there before the step
     phase       forward, backward, clip, noise, optimizer; `step` outside of them
     module      path of the module it was made for, as `blocks.3.up`: the one whose forward ran, or, in a backward pass,
-                the one whose forward made the node that ran; empty where there is none
+                the one whose forward made the node that ran; empty if there is none
     code        the innermost Python function outside torch that asked for it, as `package.module:function`
     function    the same, as Python's code object
     line        the Python line that asked for it; of what autograd's engine makes, the line of the forward pass that it
-                goes back through, None where there is none
+                goes back through, None if there is none
     by_autograd autograd's engine made it, for that line
     shape       of the tensor it first appeared as
     dtype       likewise, as `float32`

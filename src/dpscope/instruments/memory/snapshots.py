@@ -30,7 +30,7 @@ AFTER_WARMUP = "3_after_warmup"
 
 
 class Snapshots:
-    """Takes snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
+    """Camera of snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
 
     def __init__(self, device: str, *, private: bool) -> None:
         self.taken: list[Snapshot] = []
@@ -99,7 +99,7 @@ def _has_cpu_bytes(tensor: Tensor) -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the process's resident set; 0 where the platform does not say."""
+    """Return the process's resident set; 0 if the platform does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

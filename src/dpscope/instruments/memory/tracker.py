@@ -40,7 +40,7 @@ Holding = tuple[str, str, Tensor]  # (component, path of the module it belongs t
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the storages of one device while `tracking()`. The record is complete afterwards."""
+    """Mode that follows the storages of one device while `tracking()`. The record is complete afterwards."""
 
     def __init__(self, device: str, model: nn.Module, holdings: Callable[[], Iterable[Holding]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class KernelDetails:
-    """One profiled launch: its name, shape, metrics by section, and what ncu's rules say of it."""
+    """One profiled launch: its name, shape, metrics by section, and the advice of ncu's rules."""
 
     kernel: str
     grid: str

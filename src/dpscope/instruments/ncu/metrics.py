@@ -1,8 +1,4 @@
-"""Metrics of ncu, the figures made of them, and the nvprof names that people still type.
-
-A report holds raw metrics (`dram__bytes_read.sum`); tables show figures (`dram_read_bytes`). Every figure is a
-weighted sum of raw metrics, so that a range and a single kernel are read by the same rules.
-"""
+"""Metrics of ncu, the figures (weighted sums) made of them, and the nvprof names that people still type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads `.ncu-rep` files on any machine: with ncu's own importer, or with NVIDIA's `ncu-report` package without ncu.
+"""Reader of `.ncu-rep` files on any machine, with ncu's own importer or NVIDIA's `ncu-report` package.
 
 Values are in base units (bytes, ns, sectors), whichever way they came.
 """

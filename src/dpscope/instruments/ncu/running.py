@@ -1,7 +1,6 @@
-"""ncu: which one there is, the command line that makes it count, and its messages in words.
+"""Runs of ncu around a program: its location, command line, time limit, and its messages with remedies.
 
-It runs around a program, with a time limit, and again without the metrics and options that it refuses. Each message
-comes with what a person can do about it: `dpscope doctor` and every measurement say the same.
+A run is repeated without the metrics and options that ncu refuses.
 """
 
 from __future__ import annotations

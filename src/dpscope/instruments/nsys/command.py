@@ -1,7 +1,4 @@
-"""Which nsys there is, what its version can do, and the command lines for it.
-
-Also where the importer lies that turns a raw capture into a report, and the few variables that the program may see.
-"""
+"""Location of nsys, what its version can do, its command lines, and the variables that the program may see."""
 
 from __future__ import annotations
 

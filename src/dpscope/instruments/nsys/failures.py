@@ -49,7 +49,7 @@ _MISSING_LIBRARY = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared obje
 
 
 def missing_library(output: str) -> str | None:
-    """Return the shared library that a program could not be started without, if that is what it says."""
+    """Return the shared library that a program lacked, by its message; None if it lacked none."""
     match = _MISSING_LIBRARY.search(output)
     return match.group(1) if match else None
 

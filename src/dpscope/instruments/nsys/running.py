@@ -1,9 +1,7 @@
-"""Takes a capture: runs nsys around a program, makes a report of what it left, and exports the report as SQLite.
+"""Capture by nsys: run it around a program, make a report, and export that as SQLite.
 
-nsys writes down the environment of the processes it finds on the machine (seen with 2025.3.1: of the shell, of dpscope
-itself, of the worker), not only of the one it profiles: giving that one few variables is not enough. So nsys is run
-where it sees no others, in a PID namespace of its own, if the system allows one; and the export of every report is
-searched for what they hold.
+nsys writes the environment of all processes it finds into its report (docs/nsys.md). So it runs in a PID namespace of
+its own if the system allows one, and every export is searched for variables of others.
 """
 
 from __future__ import annotations

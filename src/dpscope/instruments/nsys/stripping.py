@@ -1,4 +1,4 @@
-"""A copy of an export without what tells whose machine it was: `python -m dpscope.instruments.nsys.stripping FROM TO`.
+"""Copy of an export without traces of the machine: `python -m dpscope.instruments.nsys.stripping FROM TO`.
 
 nsys records more than the steps: the profiled process's environment and what it printed, the host's name and hardware,
 the names of every process on it. The copy holds only the tables and columns listed here, and of the strings only those

@@ -1,8 +1,5 @@
-"""Five views of a captured timeline, as data frames: what one would look for in the window of Nsight Systems.
+"""Five views of a captured timeline, as data frames, and `lanes` for `draw_capture` (docs/nsys.md).
 
-`gpu_timeline`: what ran when, on which stream. `host_and_gpu`: who waits for whom. `levels`: how busy the GPU was, from
-the whole capture down to a launch. `link`: what crossed between host and device. `libraries`: whose kernels they were.
-`lanes` is a whole capture, for `dpscope.reports.trace.figures.draw_capture` to draw.
 Times are milliseconds from the first event of the capture.
 """
 

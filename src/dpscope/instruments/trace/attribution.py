@@ -1,4 +1,4 @@
-"""Attributes time on the host and the GPU to phases, operators and modules."""
+"""Attribution of host and GPU time to phases, operators and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINE = "autograd::engine::evaluate_function"
 
 
 class PhaseTimeline:
-    """The phase at every moment: the one entered last of those that are open, on whatever thread.
+    """The phase at every moment: the open phase that was entered last, on any thread.
 
     Work that autograd's own threads launch during `backward` belongs to it, since the main thread waits there.
     """

@@ -1,4 +1,4 @@
-"""Recording steps with torch.profiler: phases and modules as ranges, one small file a cycle of the schedule."""
+"""Recording of steps with torch.profiler: phases and modules as ranges, one small file a cycle of the schedule."""
 
 from __future__ import annotations
 

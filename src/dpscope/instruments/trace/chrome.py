@@ -1,4 +1,4 @@
-"""What torch.profiler recorded: as the text of a Chrome trace, and read in memory.
+"""Recordings of torch.profiler: as the text of a Chrome trace, and read in memory.
 
 A profiler can be exported only once. Of work on the GPU its events in memory know what launched it and how long it
 took, but not when it ran.
@@ -24,7 +24,7 @@ LAST_KEY = b'"traceName"'  # of the document that torch.profiler writes
 def chrome_trace(profiler: profile) -> bytes:
     """Return the trace as JSON, once for each recording; torch writes it by way of a file in TMPDIR.
 
-    Raises `OSError` (no room) where the file is missing or cut short: torch.profiler returns as if all were well.
+    Raise `OSError` (no room) where the file is missing or cut short: torch.profiler returns as if all were well.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

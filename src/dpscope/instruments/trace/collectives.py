@@ -1,8 +1,4 @@
-"""Time that a recorded step spends in collectives: NCCL's kernels on a GPU, gloo's own threads on a CPU.
-
-A collective is under way from when a rank begins it to when it has its result: it moves data, or waits for a rank that
-has not come to it yet.
-"""
+"""Time of a recorded step in collectives, moving data or waiting: NCCL's kernels, or gloo's threads."""
 
 from __future__ import annotations
 

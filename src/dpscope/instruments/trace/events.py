@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def steps(self) -> list[Event]:
-        """The recorded steps; the whole recording where no step was marked."""
+        """Recorded steps; the whole recording if no step was marked."""
         marked = [event for event in self.annotations if event.name.startswith(PROFILER_STEP)]
         if marked:
             return marked
@@ -170,7 +170,7 @@ HALF_A_NANOSECOND = 5e-4  # in microseconds: the profiler's clock counts whole o
 
 
 class EnclosingEvents:
-    """Finds the innermost of a set of nested events that contains a moment of a thread."""
+    """Index of nested events, to find the innermost one at a moment of a thread."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events: dict[Any, list[Event]] = defaultdict(list)

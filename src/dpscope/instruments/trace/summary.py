@@ -227,7 +227,7 @@ def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
 def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
     """Return (milliseconds, bytes allocated) of one recording: the highest moment of each of `MEMORY_POINTS` stretches.
 
-    The allocator's own total where it keeps one; torch's on the CPU does not, and there it is what came since the
+    It is the allocator's own total on a GPU. torch's CPU allocator keeps none; there it is what came since the
     recording began.
     """
     events = [event for event in trace.memory if event["device"] == device]

@@ -40,8 +40,8 @@ Difference = tuple[str, str, str]  # what is not the same in both sweeps, as it 
 def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Return (row of before, row of now), in the order of now. Each row is in one pair at most.
 
-    Where a sweep has several rows that could be compared (two numbers of steps, say), those come together that were
-    looked at with the same instruments, and then those with the most settings in common.
+    If a sweep has several rows that could be compared (two numbers of steps, say), rows are paired that were
+    measured with the same instruments, and then those with the most settings in common.
     """
     groups: dict[Hashable, tuple[list[int], list[int]]] = {}
     for side, rows in enumerate((before, now)):
@@ -202,7 +202,7 @@ def list_rows(rows: Sequence[Row], most: int = 6) -> str:
 def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
     """Return one definition of the peak for the whole table: the way in which most pairs have it on both sides.
 
-    Where no pair has, each sweep's own: then the two are shown and not compared.
+    If no pair has both, each sweep shows its own, and they are not compared.
     """
     known = [(peaks_by_source(older), peaks_by_source(newer)) for older, newer in pairs]
     both = [source for older, newer in known for source in newer if source in older]

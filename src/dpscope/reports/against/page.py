@@ -24,7 +24,7 @@ DRAWN_ROWS = 24  # rows that can be told apart in one drawing: of more, those th
 
 
 def change_charts(against: Against) -> list[Chart]:
-    """Return a chart of each quantity where there is anything to be seen."""
+    """Return a chart of each quantity that has figures."""
     return [chart for quantity in QUANTITIES if quantity.how and (chart := _chart(against, quantity))]
 
 

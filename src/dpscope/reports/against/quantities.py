@@ -1,8 +1,4 @@
-"""Quantities that two sweeps are compared by: how each is read off a row, and what counts as a change.
-
-Times have a spread, so a time changed only beyond it (`judge_by_spread`). Peak memory and bytes are counted once and
-repeat, so they changed beyond a small share (`judge_by_share`). Readings of two sources are shown and never compared.
-"""
+"""Quantities that two sweeps are compared by, and what counts as a change of each (docs/method.md)."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ UNDECIDED = (*REASONS, ANOTHER_SOURCE)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One quantity of one row. A ratio's spread is the widest that those of its two rows allow."""
+    """One quantity of one row. A ratio's spread is the widest that its two rows allow."""
 
     value: float | None = None
     spread: tuple[float, float] | None = None  # 10th and 90th percentile
@@ -66,7 +62,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class SweepChange:
-    """A quantity before and now, and what can be said of the two."""
+    """Change of a quantity: before, now, and the verdict."""
 
     quantity: Quantity
     before: Reading
@@ -94,7 +90,7 @@ class SweepChange:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """Before and now with their unit; an estimate is marked as one, and so is what is doubtful."""
+        """Before and now with their unit; estimates and doubtful values are marked."""
         before, now = (
             marked_estimate(marked(self.quantity.format(each.value), each.doubt), each.source == ESTIMATE)
             for each in (self.before, self.now)
@@ -103,7 +99,7 @@ class SweepChange:
 
     @property
     def relative(self) -> float | None:
-        """-0.2: a fifth less than before. None where the two cannot be compared."""
+        """-0.2: a fifth less than before. None if the two cannot be compared."""
         if self.verdict in (NO_FIGURES, ANOTHER_SOURCE):
             return None
         assert self.now.value is not None and self.before.value is not None

@@ -1,4 +1,4 @@
-"""Stacked bars: what bytes or milliseconds of each method are made of, a panel for each thing that is compared."""
+"""Stacked bars: the parts of each method's bytes or milliseconds, a panel for each comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_NAME = 56  # characters, where panels stand below each other
 
 @dataclass(frozen=True, kw_only=True)
 class BarPanel:
-    """Bars from above to below, each a stack of parts; what is below zero stands left of it."""
+    """Bars from above to below, each a stack of parts; negative parts are left of zero."""
 
     names: Sequence[str]  # of the bars; without any, only `axis` is written
     parts: Mapping[str, Sequence[float | None]]  # label -> its value in each bar, in the order of stacking

@@ -74,7 +74,7 @@ def name_points(ax: Axes, points: Sequence[Point], taken: Sequence[Box] = ()) ->
 
 
 def box_of(artist: Any, pad: float = 0.0) -> Box:
-    """Return the pixels that something takes, and some around it."""
+    """Return the box of an artist in pixels, with a margin."""
     left, bottom, right, top = artist.get_window_extent().padded(pad).extents
     return left, bottom, right, top
 

@@ -109,7 +109,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> lis
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """Return the unit an axis is read in, and its size in bytes: the largest of which there are two."""
+    """Return the unit an axis is read in, and its size in bytes: the largest unit that fits twice."""
     units = ((float(GIB), "GiB"), (float(MIB), "MiB"), (1024.0, "KiB"))
     return next((unit for unit in units if largest >= 2 * unit[0]), (1.0, "B"))
 

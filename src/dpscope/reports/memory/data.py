@@ -13,7 +13,7 @@ from dpscope.vocabulary.methods import STANDARD
 
 
 def present(held: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the components of which anything was held, as they are stacked."""
+    """Return the components that hold anything, in the order of stacking."""
     return in_order(key for each in held for key, count in each.items() if count)
 
 

@@ -1,8 +1,4 @@
-"""Figures of memory: `memory_breakdown_comparison` and `memory_timeline`.
-
-The first shows what each method's peak is made of and what it holds beyond ordinary training, the second how the bytes
-of one step come and go: a panel a method, on one scale.
-"""
+"""Figures of memory: peaks by component, and live bytes over a step, on one scale."""
 
 from __future__ import annotations
 

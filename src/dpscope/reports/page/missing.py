@@ -1,4 +1,4 @@
-"""What the page cannot show, and why: rows that failed, files that were left out, instruments that did not look.
+"""Gaps of the page: rows that failed, files that were left out, instruments that were not used.
 
 The command lines beside it measure what is missing and nothing else, made from what results say of their specs.
 """
@@ -88,7 +88,7 @@ IN_ORDER = sorted(INSTRUMENTS, key=lambda name: not INSTRUMENTS[name].works_ever
 
 @dataclass(frozen=True)
 class InstrumentGap:
-    """An instrument that did not look at some rows, and the commands that make it look at those and no others."""
+    """Instrument without figures for some rows, and the commands that measure exactly those."""
 
     what: str
     where: str  # "" for nowhere on the page
@@ -157,14 +157,14 @@ def _works(row: Row, instrument: str) -> bool:
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Return how the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
+    """Return the instrument's options for rows of this size or setting, so that compared rows are measured alike."""
     nearest = [size, *(other for other in sizes if other.setting == size.setting)]
     found = (row.measured[instrument].spec for near in nearest for row in near.rows if instrument in row.measured)
     return dict(next(found, {}).get("options") or {})
 
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
-    """Return the sizes; where some of a size's methods were looked at, also which were not."""
+    """Return the sizes; if only some methods of a size were measured, also the others."""
     words = []
     for size, found in grouped(lacking, lambda each: each[1]).items():
         whole = len(found) == len({row.method for row in size.rows})

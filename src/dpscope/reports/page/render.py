@@ -1,4 +1,4 @@
-"""From results to one HTML file: text through a template that escapes it, figures as data for the charts."""
+"""The page as one HTML file: text through a template that escapes it, figures as data for the charts."""
 
 from __future__ import annotations
 

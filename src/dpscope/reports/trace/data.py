@@ -36,12 +36,12 @@ class TracedStep:
 
     @property
     def stretch(self) -> float:
-        """How many times as long as the unprofiled step the traced one is; 0 where that is not known."""
+        """Traced step time over unprofiled step time; 0 if that is not known."""
         return self.trace["step_ms"] / self.row.median_ms if self.row.median_ms else 0.0
 
     @property
     def step_ms(self) -> float:
-        """Without the profiler, where that is known."""
+        """Step time without the profiler, if known."""
         return self.row.median_ms or self.trace["step_ms"]
 
     def phase_times(self, *, gpu: bool) -> dict[str, float]:
@@ -51,7 +51,7 @@ class TracedStep:
 
     @cached_property
     def difference(self) -> StepDifference | None:
-        """Against ordinary training; None for itself, and where that was not traced."""
+        """Difference to ordinary training; None for itself, or if that was not traced."""
         standard = self.row.standard
         other = None if standard is None or standard is self.row else traced_step(standard)
         if other is None:

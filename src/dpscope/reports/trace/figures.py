@@ -117,7 +117,7 @@ EVENT_LOOKS = {
 def draw_capture(lanes: DataFrame, *, title: str = "", window_ms: tuple[float, float] | None = None) -> Figure:
     """Draw what `dpscope.instruments.nsys.views.lanes` made of a capture, from above: ranges, CUDA calls, streams.
 
-    `window_ms`: from when to when, counted from the first event; the whole capture unless given.
+    `window_ms`: start and end, counted from the first event; by default the whole capture.
     """
     left, right = window_ms or (0.0, float((lanes["start_ms"] + lanes["ms"]).max()))
     inside = lanes[(lanes["start_ms"] + lanes["ms"] >= left) & (lanes["start_ms"] <= right)]

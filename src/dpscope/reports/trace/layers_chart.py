@@ -1,4 +1,4 @@
-"""What single modules cost: bytes they hold at the peak, and milliseconds where a trace has ranges around modules.
+"""Costs of single modules: bytes at the peak, and milliseconds if a trace has ranges around modules.
 
 The modules of several methods are on few lines: those that cost alike share one, and lines hold most of every cost.
 """
@@ -40,7 +40,7 @@ LEAST_SHARE = 0.9  # of every method's whole, at least
 
 @dataclass(frozen=True)
 class ModuleLine:
-    """`modules`: for each method those that the line stands for; none where its results do not list them."""
+    """Line of a chart; `modules`: for each method the modules of the line, none if its results do not list them."""
 
     name: str
     modules: list[dict[str, Cost]]
@@ -145,7 +145,7 @@ def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
-    """Return the phases of one of the two times."""
+    """Return the time of each phase, of the GPU or of the host."""
     phases = module.get("phases") if known else None
     return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
@@ -184,7 +184,7 @@ def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
 
 
 def _bar(modules: Costs) -> dict[str, Any] | None:
-    """Return one module, or all that are alike together; None where the results do not list it."""
+    """Return one module, or all that are alike together; None if the results do not list it."""
     if not modules:
         return None
     parts = Counter[str]()

@@ -35,7 +35,7 @@ class Capture:
 
     @property
     def gpu_ms(self) -> dict[str, float]:
-        """By phase."""
+        """GPU time by phase."""
         return {phase["phase"]: phase["gpu_ms"] for phase in self.seen["phases"]}
 
     @property

@@ -175,7 +175,7 @@ def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str
 
 
 def _roofline_says(group: Sequence[data.Traffic]) -> str:
-    """Return how much each step computes of what the lower of the two roofs over it allows."""
+    """Return each step's share of the lower of the two roofs over it."""
     shares, told = [], []
     for each in group:
         roofs = _roofs_over(each)

@@ -81,7 +81,7 @@ class Traffic:
 
     @cached_property
     def standard(self) -> Traffic | None:
-        """Ordinary training's, of the same size and the same source."""
+        """Traffic of ordinary training, of the same size and source."""
         other = traffic_of(self.row.standard) if self.row.standard else None
         return other if other and other.source == self.source else None
 
@@ -107,7 +107,7 @@ class Traffic:
 
     @cached_property
     def kernels(self) -> KernelRows | None:
-        """Measured kernel rows where there are any, or else the estimate's."""
+        """Measured kernel rows if there are any, or else the estimate's."""
         return kernels_in(self.data, MEASURED) or kernels_in(self.data, ESTIMATE)
 
     @property

@@ -1,9 +1,4 @@
-"""The charts of traffic as figures, with a panel for each size, since what grows with the size is the question.
-
-`traffic_bytes`: DRAM bytes, read and written or family by family, a bar a method. `roofline`: how fast a step computes
-against how much it computes for each DRAM byte, below the machine's own roofs; both axes are logarithmic, the sloping
-roof is the measured DRAM bandwidth, the level ones the measured rates of matrix products.
-"""
+"""Figures of traffic, a panel for each size: DRAM bytes by method, and the roofline on logarithmic axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes a step moves, in tables and in plain words. An estimate is called one wherever it stands."""
+"""The bytes a step moves, in tables and in plain words. An estimate is marked everywhere."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _families_in_words(extra: data.ExtraBytes) -> str:
 
 
 def _explain_time(traffic: data.Traffic) -> str:
-    """Return how much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
+    """Return how much of the extra time the extra bytes alone account for; nothing if either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
     if moving is None or slower is None or whole is None or traffic.row.ratio_doubt:
         return ""

@@ -57,7 +57,7 @@ class TensorAtPeak(TypedDict):
 
 
 class OtherTensors(TypedDict):
-    """All that are not listed, together."""
+    """Sum of all tensors that are not listed."""
 
     bytes: int
     count: int
@@ -93,7 +93,7 @@ class MemoryPayload(TypedDict, total=False):
 
 
 class TimelinePhase(TypedDict):
-    """Between two events."""
+    """Phase of a timeline, from one event to another."""
 
     name: str
     start: int

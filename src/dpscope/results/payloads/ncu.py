@@ -45,7 +45,7 @@ class KernelRow(TypedDict):
 
 
 class Kernels(TypedDict, total=False):
-    """Empty where nothing was counted kernel by kernel."""
+    """Counts by kernel; empty if there are none."""
 
     rows: list[KernelRow]
     calls_seen: int
@@ -54,7 +54,7 @@ class Kernels(TypedDict, total=False):
 
 
 class Estimate(TypedDict, total=False):
-    """Empty where it failed beside a measurement; without `kernels` where those stand in for measured ones."""
+    """Estimated bytes; empty if the estimate failed, without `kernels` if those replace measured ones."""
 
     dram_read_bytes: int
     dram_write_bytes: int

@@ -49,7 +49,7 @@ class CapturedGpu(TypedDict):
 
 
 class NsysPayload(TypedDict):
-    """A row that failed holds the first three alone."""
+    """Payload of a capture; a row that failed has only the first three keys."""
 
     nsys_version: NotRequired[str]
     command: NotRequired[list[str]]

@@ -14,7 +14,7 @@ class Collective(TypedDict):
 
 
 class Link(TypedDict):
-    """Computed, not measured: how long a simulated rank would send at a stated bandwidth."""
+    """Sending time of a simulated rank at a stated bandwidth, computed and not measured."""
 
     gbps: float  # Gbit/s of one rank's link
     send_ms: float

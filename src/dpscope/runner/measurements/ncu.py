@@ -1,8 +1,4 @@
-"""Measurement of the bytes a step moves: counted by Nsight Compute, or estimated, with the reason why.
-
-ncu looks at a program of its own (`ranged_step`), started from here, so that this process holds no GPU memory
-meanwhile. What is measured without ncu (the machine's ceilings, the estimate beside the figures) comes after it.
-"""
+"""Measurement of the bytes a step moves: counted by Nsight Compute around `ranged_step`, or estimated."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Recording of a few steps by Nsight Systems, around a program of its own.
-
-The program is started from here with only the variables it needs, since nsys writes its whole environment into the
-report. Times under nsys are never step times: those are `time`'s.
-"""
+"""Recording of a few steps by Nsight Systems. The program gets only the variables it needs (docs/nsys.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes, and the memory it peaked at.
+"""Measurement of step time, and of the memory it peaked at.
 
 Over several processes: the time of the slowest rank, and the peak of the rank that needs most. A simulated world is
 one process, this one, and none of the others.

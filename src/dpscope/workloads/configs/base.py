@@ -66,7 +66,7 @@ LARGEST_BY_NAME = {"num_layers": MAX_MODULES, "num_classes": 10**6}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Everything that decides what is trained, validated on construction, as data that travels to a child process."""
+    """Description of what is trained: validated on construction, and sent to child processes as data."""
 
     kind: ClassVar[str]
     builder: ClassVar[str]  # "package.module:function" that makes a `Workload` of this config, a batch size, a length
@@ -80,7 +80,7 @@ class WorkloadConfig:
         return False
 
     def resolve_seq_len(self, seq_len: int | None) -> int | None:
-        """Return the sequence length of a run: as asked for and checked, or the default; None where there is none."""
+        """Return the sequence length of a run: as asked for and checked, or the default; None if there is none."""
         raise NotImplementedError
 
     def resized(self: C, **sizes: Any) -> C:
@@ -120,7 +120,7 @@ def require_divisible(hidden_dim: int, num_heads: int) -> None:
 
 
 def resolve_length(seq_len: int | None, positions: int | None, model: str) -> int:
-    """Return a sequence length that the model has positions for; 256, or all of them, where none was asked for."""
+    """Return a sequence length that the model has positions for; 256, or all of them, by default."""
     if seq_len is None:
         return min(256, positions or 256)
     if positions is not None and seq_len > positions:

@@ -25,7 +25,7 @@ WORKLOAD_USAGE = "give --workload FILE.py:function or --workload package.module:
 class CustomConfig(WorkloadConfig):
     """A function in a file, and what the file said when the sweep was planned.
 
-    The hash makes `--resume` measure again after the file was changed. Modules that it imports are not looked at.
+    The hash makes `--resume` measure again after the file was changed. Modules that it imports are ignored.
     """
 
     kind: ClassVar[str] = "custom"

@@ -18,7 +18,7 @@ SITE = ("site-packages", "dist-packages")  # what is installed there is found wi
 
 
 def workload_flags(workload: Described) -> list[str] | None:
-    """Return the flags that name a workload and all its sizes; None where none do: it was made in Python."""
+    """Return the flags that name a workload and all its sizes; None if none does: it was made in Python."""
     lora = workload.get("lora")
     name = str(workload["name"])
     adapters: list[str] = []

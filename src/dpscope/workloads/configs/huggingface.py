@@ -95,7 +95,7 @@ class HuggingFaceConfig(WorkloadConfig):
         )
 
     def size(self, name: str) -> Any:
-        """Return a size under our name; None where the configuration does not say."""
+        """Return a size under our name; None if the configuration does not say."""
         key = self._key(name)
         return None if key is None else self.settings[key]
 

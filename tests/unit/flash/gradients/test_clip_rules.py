@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.gradients.clip_rules import RULES, Adaptive, ClipRule, PerGroup, make_rule
+from dpscope.flash.gradients.clip_rules import CLIP_RULES, Adaptive, ClipRule, PerGroup, make_rule
 from tests.unit.flash.agreement import one_loss, private_step
 from tests.unit.flash.checkpointed_models import CheckpointedDecoder
 from tests.unit.flash.flash_models import Decoder, EveryFamily, randomised, token_batch, token_losses
@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CLIP_RULES)
 def test_every_rule_is_exact(name: str, kind: str, reduction: str) -> None:
     make, make_batch, losses = MODELS[kind]
     torch.manual_seed(3)
@@ -68,7 +68,7 @@ def test_every_rule_is_exact(name: str, kind: str, reduction: str) -> None:
         assert_rule_is_exact(engine, batch, losses, name)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CLIP_RULES)
 def test_blocks_that_run_again_follow_the_rule(name: str) -> None:
     torch.manual_seed(3)
     model, batch = CheckpointedDecoder().double(), token_batch(4, 5)
@@ -79,7 +79,7 @@ def test_blocks_that_run_again_follow_the_rule(name: str) -> None:
         assert_rule_is_exact(engine, batch, token_losses, name)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CLIP_RULES)
 def test_micro_batches_add_up_under_every_rule(name: str) -> None:
     torch.manual_seed(3)
     model = Decoder()
@@ -94,7 +94,7 @@ def test_micro_batches_add_up_under_every_rule(name: str) -> None:
         assert torch.allclose(parameter.grad, truth.clipped_sums[key], atol=1e-5), key
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CLIP_RULES)
 def test_no_sample_moves_the_sum_by_more_than_the_sensitivity(name: str) -> None:
     torch.manual_seed(5)
     model, batch = Decoder(), token_batch(6, 5)

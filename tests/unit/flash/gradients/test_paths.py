@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.gradients import paths
 from dpscope.flash.gradients.memory_budget import MemoryBudget
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, PathRules, choose_path
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, PathRules, Unfolded, choose_path
 
 SIZES = st.integers(1, 5000)
 
@@ -97,7 +97,9 @@ def test_float32_is_kept_sooner_and_tf32_is_normed_by_the_operands_it_holds():
     assert choose_path(8, 1, 64, 64, itemsize=4, rounding=2.0**-8).path != RANK1  # bfloat16: 2⁻⁷ of a share is too much
 
 
-@pytest.mark.parametrize("otherwise", [{"rounding": 2.0**-8}, {"x_held": 64}, {"runs_again": True}], ids=str)
+@pytest.mark.parametrize(
+    "otherwise", [{"rounding": 2.0**-8}, {"unfolded": Unfolded(64, True, False)}, {"runs_again": True}], ids=str
+)
 @pytest.mark.parametrize("forced", [None, GRAM])
 def test_rounded_products_are_not_normed_by_operands_that_their_sum_is_not_made_of(otherwise, forced):
     """bfloat16's rounding, patches that are unfolded again, blocks that run again."""
@@ -203,3 +205,13 @@ def test_small_products_are_not_kept_for_a_launch_of_their_own():
     """On an H200 such a launch takes the host 52 µs; Gram norms of all layers share one."""
     assert choose_path(16, 512, 1024, 1024, itemsize=2, keep_fits=True, normed=True).path == GRAM
     assert choose_path(8, 1024, 2048, 2048, itemsize=2, keep_fits=True, normed=True).path == KEEP
+
+
+def test_a_convolution_keeps_products_that_are_cheaper_in_tf32():
+    """28² positions, 3×3 of 128 channels: exact products take longer than the Gram matrices of stored patches."""
+    exact, rounded = (
+        choose_path(64, 784, 1152, 128, unfolded=Unfolded(100352, True, in_tf32), keep_fits=True).costs
+        for in_tf32 in (False, True)
+    )
+    assert rounded[KEEP].seconds < exact[KEEP].seconds
+    assert all(rounded[path] == exact[path] for path in (GRAM, DIRECT))

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.gradients import contributions
 from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -381,10 +380,3 @@ def test_parameters_are_the_models_own_during_and_after_forward():
             model(torch.randn(3, LENGTH, WIDTH))
     assert seen[-1]
     assert model.p is own
-
-
-@pytest.mark.parametrize("name", ["weight norm", "normalised rows", "masked weight"])
-def test_derivatives_taken_a_sample_at_a_time_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(contributions, "SCRATCH_BYTES", 1)
-    torch.manual_seed(0)
-    assert_exact(nn.Sequential(layer(), FOLLOWED[name]()), {"x": torch.randn(3, LENGTH, WIDTH)}, losses)

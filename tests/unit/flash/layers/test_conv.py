@@ -8,7 +8,8 @@ from torch import nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.gradients import contributions
-from dpscope.flash.layers.conv import Geometry
+from dpscope.flash.gradients.paths import KEEP, Decision
+from dpscope.flash.layers.conv import Geometry, Patches, _options, setting_of
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import sine_losses
 
@@ -102,3 +103,16 @@ def test_patches_are_those_of_torch():
     x = torch.randn(2, 3, 7, 6)
     patches = Geometry((3, 2), (2, 1), (1, 0), (1, 2), 1).unfold(x, (4, 4))
     assert torch.equal(patches, nn.functional.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("multiplier", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}])
+def test_depthwise_gradients_are_those_of_unfolded_patches(n, multiplier, options):
+    layer = CONVOLUTIONS[n - 1](3, 3 * multiplier, 3, groups=3, **options)
+    x = torch.randn(4, 3, *[7, 6, 5][:n])
+    g = torch.randn_like(layer(x))
+    geometry = setting_of(_options(layer)).geometry
+    patches = Patches(x, g, geometry, tuple(layer.weight.shape), Decision(KEEP, ""))
+    unfolded = patches._outer(slice(None)).materialise().view(4, *layer.weight.shape)
+    torch.testing.assert_close(patches.materialise(), unfolded, rtol=1e-5, atol=1e-5)

@@ -107,6 +107,13 @@ def test_norms_over_channels(kind, batch, spatial, groups, each, clipping, reduc
     assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_more_groups_in_a_batch_than_a_launch_takes(affine, monkeypatch):
+    monkeypatch.setattr(norm, "MOST_GROUPS", 5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), randomised(nn.GroupNorm(2, 4, affine=affine)), nn.Conv2d(4, 2, 1))
+    assert_exact(model, {"x": torch.randn(3, 3, 5, 6)}, sine_losses)
+
+
 def test_group_norm_of_vectors_and_of_channels_last_images():
     assert_exact(nn.Sequential(nn.Linear(3, 6), randomised(nn.GroupNorm(2, 6))), {"x": torch.randn(4, 3)}, sine_losses)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), randomised(nn.GroupNorm(2, 4)))

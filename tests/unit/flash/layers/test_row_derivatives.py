@@ -1,0 +1,106 @@
+"""Derivatives of standardised and normalised weights: those of autograd, or found not to be of that form."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.flash import FlashEngine
+from dpscope.flash.layers import bare_use
+from dpscope.flash.layers.row_derivatives import pulled_back_by_rows
+from tests.unit.flash.agreement import assert_exact
+
+
+def standardised(w: Tensor) -> Tensor:
+    flat = w.flatten(1)
+    return ((flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)).view_as(w)
+
+
+def by_batch_norm(w: Tensor) -> Tensor:
+    """As timm does it."""
+    rows = w.reshape(1, len(w), -1)
+    return F.batch_norm(rows, None, None, w.new_full((len(w),), 0.3), training=True, eps=1e-3).reshape_as(w)
+
+
+def by_variance(w: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(w, dim=[1, 2, 3], keepdim=True, unbiased=False)
+    return (w - mean) / torch.sqrt(variance + 1e-10)
+
+
+FITTING = {
+    "standardised": standardised,
+    "by batch_norm": by_batch_norm,
+    "by variance": by_variance,
+    "normalised": lambda w: F.normalize(w.flatten(1)).view_as(w),
+    "centred": lambda w: w - w.mean((1, 2, 3), keepdim=True),
+    "scaled": lambda w: 3 * w,
+}
+OTHERS = {
+    "masked": lambda w: w * (torch.arange(w.numel()).view_as(w) % 3 > 0),
+    "squashed": torch.tanh,
+    "softmax": lambda w: w.flatten(1).softmax(1).view_as(w),
+    "normalised as a whole": lambda w: w / w.norm(),
+    "columns": lambda w: w / w.norm(dim=0),
+    "turned": lambda w: w.flip(3),
+}
+
+
+def autograds(q: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    return torch.stack([torch.autograd.grad(q, w, row, retain_graph=True)[0] for row in rows])
+
+
+@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_those_of_autograd(name, dtype):
+    torch.manual_seed(0)
+    w = torch.randn(6, 5, 3, 3, dtype=dtype).add_(0.3).requires_grad_()
+    q, rows = FITTING[name](w), torch.randn(7, 6, 5, 3, 3, dtype=dtype)
+    before = torch.get_rng_state()
+    found, fits = pulled_back_by_rows(w, rows, lambda probes: autograds(q, w, probes))
+    assert fits.all()
+    torch.testing.assert_close(found, autograds(q, w, rows), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_derivative_is_found_out_and_gives_no_numbers(name):
+    torch.manual_seed(0)
+    w = torch.randn(6, 5, 3, 3, requires_grad=True)
+    q = OTHERS[name](w)
+    found, fits = pulled_back_by_rows(w, torch.randn(2, 6, 5, 3, 3), lambda probes: autograds(q, w, probes))
+    assert not fits.any()
+    assert found.isnan().all()
+
+
+class Standardised(nn.Conv2d):
+    def __init__(self, derive) -> None:
+        super().__init__(3, 4, 3)
+        self.derive, self.gain = derive, nn.Parameter(torch.rand(4, 1, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.gain * self.derive(self.weight), self.bias)
+
+
+def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).tanh().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("name", ["standardised", "by batch_norm", "masked"])
+def test_a_convolution_of_a_derived_weight_is_exact(name, monkeypatch):
+    pulled, vjp = [], bare_use._vjp
+
+    def counted(q, parameters, rows, **options):
+        pulled.append(len(rows))
+        return vjp(q, parameters, rows, **options)
+
+    monkeypatch.setattr(bare_use, "_vjp", counted)
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), Standardised((FITTING | OTHERS)[name]))
+    x = {"x": torch.randn(7, 2, 5, 5)}
+    assert_exact(model, x, losses)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(2):
+            pulled.clear()
+            model.zero_grad()
+            losses(model, x).mean().backward()
+            engine.finish()
+    assert pulled == ([7] if name == "masked" else [4, 7])  # four probes; the gain is another parameter
