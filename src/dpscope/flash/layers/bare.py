@@ -302,7 +302,9 @@ class BareTap(TapOfSamples):
             return again
         return role
 
-    def _learn(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> Any:
+    def _learn(
+        self, func: Any, leaves: list[Any], spec: Any, batch: int
+    ) -> BareUse | Constant | Expanded | Unrelated | str:
         with _without_saved_tensor_hooks():  # a checkpoint that runs again learns nothing, and saves nothing of it
             return learn(self, func, operands_of(leaves), spec, batch)
 
