@@ -23,6 +23,7 @@ SLOW = (
     "unit/flash/layers/test_layouts.py",
     "unit/flash/layers/test_time_major.py",
     "unit/flash/step/test_sensitivity.py",
+    "unit/flash/test_hugging_face.py",
     "unit/forecast/test_step.py",
     "unit/instruments/memory/test_methods.py",
     "unit/runner/test_interruption.py",

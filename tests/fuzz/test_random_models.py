@@ -7,7 +7,6 @@ same models run there, too.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ import torch
 from dpscope.batches import cast_batch
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, pad_batch, real_rows, run_oracle
+from tests.fuzz import FIRST_SEED, MODELS
 from tests.fuzz.blocks import without_checkpoints
 from tests.fuzz.closeness import assert_close
 from tests.fuzz.random_models import Case, losses_of, make_case
 from tests.unit.flash.agreement import one_loss, private_step, reference
 
-MODELS = int(os.environ.get("DPSCOPE_FUZZ_MODELS", "200"))
-FIRST_SEED = int(os.environ.get("DPSCOPE_FUZZ_SEED", "0"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + MODELS)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -17,7 +17,7 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
+from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.distributed import ReplicaTap
 from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
@@ -134,6 +134,8 @@ class Attachment:
 
     def _changed_layers(self) -> list[nn.Module]:
         """Return layers whose class, methods or functions are no longer those that their family stands for."""
+        if foreign_mode_is_active():  # it may change what any function does
+            return [layer.module for layer in self._layers]
         own = {key: class_is_own(*key) for key in self._classes}
         if not all(own.values()):
             return [layer.module for layer in self._layers if not own[layer.key]]

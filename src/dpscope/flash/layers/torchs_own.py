@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 _INSTANCE = ("_apply_instance_norm", "_check_input_dim", "_get_no_batch_dim", "_handle_no_batch_input")
 
@@ -76,3 +77,9 @@ def instance_is_own(module: nn.Module, cls: type[nn.Module], names: Iterable[str
     """Return whether nothing in the instance's dictionary stands before its methods or parameters."""
     own = vars(module)
     return not any(name in own for name in (*_METHODS.get(cls, {}), *names) if name != "forward")
+
+
+def foreign_mode_is_active() -> bool:
+    """Return whether a mode of torch functions is active that is neither torch's (a device) nor ours (a look)."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode).__module__.partition(".")[0] not in ("torch", "dpscope") for mode in stack)

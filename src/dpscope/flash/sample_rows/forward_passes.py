@@ -239,8 +239,8 @@ class ForwardPasses:
         if self.state.micro_batch is CLOSED or not self._first_given:
             self._first_given = [weakref.ref(leaf) for leaf in given]
             return
-        before = [leaf for reference in self._first_given if (leaf := reference()) is not None]
-        if any(type(leaf) is not Tensor for leaf in (*before, *given)) or len(before) != len(given):
+        before = [leaf for reference in self._first_given if type(leaf := reference()) is Tensor]
+        if len(before) != len(given) or any(type(leaf) is not Tensor for leaf in given):
             return  # a dry run, or a tensor that is gone with its pass
         if not all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(before, given, strict=True)):
             self._warned_of_others = True

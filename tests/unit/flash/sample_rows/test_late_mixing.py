@@ -202,7 +202,8 @@ def test_an_option_that_changes_in_every_step_is_not_watched_for_ever():
 def test_samples_that_are_all_the_same_show_nothing_of_mixing():
     model = MixesSometimes(lambda: True)
     with FlashEngine(model, max_grad_norm=1.0) as engine:
-        private_step(engine, {"x": torch.randn(1, 6).expand(4, 6)}, losses)
+        for _ in range(2):
+            private_step(engine, {"x": torch.randn(1, 6).expand(4, 6)}, losses)
         with pytest.raises(UserError, match="samples mix"):
             private_step(engine, rows(), losses)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.sample_rows import rehearsal
+from dpscope.flash.sample_rows.self_test import SelfTest
 from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
 from tests.unit.flash.live_bytes import LiveBytes
-from tests.unit.flash.sample_rows.verified_models import losses, rows
+from tests.unit.flash.sample_rows.verified_models import Routed, losses, rows
 
 # -- any model
 
@@ -127,7 +130,7 @@ class LearnedState(nn.Module):
         self.gate, self.last = nn.Parameter(torch.zeros(())), nn.Linear(6, 2)
 
     def forward(self, x):
-        state = self.start.expand(-1, len(x), -1).contiguous()
+        state = self.start.expand(-1, len(x), -1)
         return self.last((x + self.gate * self.inner(x, state)[0]).mean(1))
 
 
@@ -144,33 +147,23 @@ def test_a_state_that_is_a_parameter_is_exact_once_its_gate_opens():
                 assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
             with torch.no_grad():
                 model.gate.add_(0.5)
+        assert "opaque" not in str(engine.explain())
 
 
-class Router(nn.Module):
-    """Gives out the scores of all tokens of all samples, in one list, beside its answer."""
+def test_gradients_behind_a_gate_that_is_closed_are_compared_too():
+    """LoRA's B is zero at first, and the gradient of A with it."""
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3))
+    nn.init.zeros_(model[1].weight)
+    compared = []
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    def note(test, expected, found):
+        compared.append({parameter: float(gradient.norm()) for parameter, gradient in expected.items()})
+        return {}
 
-    def forward(self, x):
-        tokens = x.reshape(-1, 3)
-        scores = self.gate(tokens)
-        weights, chosen = scores.softmax(-1).max(-1)
-        out = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            picked = (chosen == index).nonzero().squeeze(-1)
-            out = out.index_add(0, picked, expert(tokens[picked]) * weights[picked, None])
-        return out.reshape(x.shape), scores
-
-
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.last = Router(), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.last(self.router(x)[0])
+    with mock.patch.object(SelfTest, "_bad_sums", note), FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, rows(), losses)
+    assert compared[0][model[0].weight] > 0
+    assert not model[1].weight.any()
 
 
 def test_a_mixture_that_gives_out_the_scores_of_its_tokens_runs_alone_sample_by_sample():
@@ -263,9 +256,9 @@ class OddConv(nn.Conv2d):
 def test_a_checkpointed_layer_that_is_followed_takes_other_options():
     model = CheckpointedConv()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
-        for dilation in (1, 2):
+        for dilation, size in ((1, 3), (2, 1), (2, 3)):  # one sample alone says nothing about the new operator
             model.conv.dilation = model.conv.padding = (dilation, dilation)
-            batch = {"x": torch.randn(3, 3, 6, 6)}
+            batch = {"x": torch.randn(size, 3, 6, 6)}
             engine.zero_grad()
             with engine.without_taps():
                 truth, engine.max_grad_norm = reference(model, batch, losses)

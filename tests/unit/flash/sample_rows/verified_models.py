@@ -44,3 +44,30 @@ def two_steps(model, change, batch):
             private_step(engine, batch, losses)
             with engine.without_taps():
                 assert_agrees(model, batch, losses, engine, truth, c)
+
+
+class Router(nn.Module):
+    """Gives out the scores of all tokens of all samples, in one list, beside its answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 3)
+        scores = self.gate(tokens)
+        weights, chosen = scores.softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            picked = (chosen == index).nonzero().squeeze(-1)
+            out = out.index_add(0, picked, expert(tokens[picked]) * weights[picked, None])
+        return out.reshape(x.shape), scores
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.last = Router(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.router(x)[0])
