@@ -14,12 +14,14 @@ its bounds at any time; on a GPU, which nobody waits for, that is known a step o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 PROBES = 4
+_Event: Any = torch.cuda.Event
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
 
 
@@ -29,12 +31,12 @@ class Verdict:
     def __init__(self, flag: Tensor) -> None:
         self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.is_cuda)
         self._flag.copy_(flag, non_blocking=True)
-        self._event = torch.cuda.Event() if flag.is_cuda else None
+        self._event: Any = _Event() if flag.is_cuda else None
         if self._event is not None:
             self._event.record()
 
     def has_come(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def is_no(self) -> bool:
         return self.has_come() and not bool(self._flag)
