@@ -188,9 +188,10 @@ class HostStream:
             self._stretches.append((begin, start + count))
 
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        """They end with the stream."""
-        return ThreadPoolExecutor(torch.get_num_threads())
+    def _threads(self) -> ThreadPoolExecutor | None:
+        """As many as torch has, if it has several. They end with the stream."""
+        count = torch.get_num_threads()
+        return ThreadPoolExecutor(count) if count > 1 else None
 
     def normals(self, start: int, like: Tensor) -> Tensor:
         """One float32 normal for each element of `like`, the first of which has the number `start`."""

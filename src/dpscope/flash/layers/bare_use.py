@@ -21,7 +21,7 @@ from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
-from dpscope.flash.layers.row_derivatives import PROBES, pulled_back_by_rows
+from dpscope.flash.layers.row_derivatives import PROBES, Verdict, pulled_back_by_rows
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import TapOfSamples
@@ -84,8 +84,7 @@ class BareUse(_Seen):
             self.rule, self.saves = None, True
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
         self.copies = self.rule is None or called == "expand_rows"
-        self.by_rows = True  # whether the derivative of a weight has the form of row_derivatives.py, as far as is known
-        self._pulls = 0
+        self._verdict: Verdict | None = None  # whether a weight's derivative has the form of row_derivatives.py
         self.moves = False  # whether other operands differ between the runs of a rehearsal
         self._prints: list[Tensor] | None = None
         self._runs: set[int] = set()  # of rehearsals that met it
@@ -173,14 +172,14 @@ class BareUse(_Seen):
         """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of."""
         alike = [index for index, each in enumerate(parameters) if each.shape == q.shape and each.dtype == q.dtype]
         wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 2 * PROBES
-        if len(alike) != 1 or not wide or len(rows) <= PROBES or not self.by_rows or dry_run.current() is not None:
+        refuted = self._verdict is not None and self._verdict.is_no()
+        if len(alike) != 1 or not wide or len(rows) <= PROBES or refuted or dry_run.current() is not None:
             return _vjp(q, parameters, rows)
         (index,), weight = alike, parameters[alike[0]]
         values, fits = pulled_back_by_rows(weight, rows, lambda probes: _vjp(q, [weight], probes, zeros=True)[0])
-        self._pulls += 1
-        if self._pulls & (self._pulls - 1) == 0:  # the 1st, 2nd, 4th, 8th, … time: looking waits for the device
-            self.by_rows = bool(fits.all())
-            if not self.by_rows:
+        if self._verdict is None or self._verdict.has_come():
+            awaited, self._verdict = self._verdict is None, Verdict(fits.all())
+            if (awaited and not bool(fits.all())) or self._verdict.is_no():  # the first is waited for
                 return _vjp(q, parameters, rows)
         others = parameters[:index] + parameters[index + 1 :]
         found = list(_vjp(q, others, rows)) if others else []

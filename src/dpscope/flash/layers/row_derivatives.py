@@ -7,19 +7,39 @@ For q made of a weight w, both (O, n), and E_o an orthonormal basis of span(1, w
 as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Four probes through
 autograd then give a, N and whether it is so, however many samples there are: two are E itself, one is orthogonal to it,
 one is any. A linear map that has this form for a random vector has it for all. Where a row has not, its gradients are
-NaN, so that no sample has a share in a step whose derivative was not this one.
+NaN, so that no sample has a share in a step whose derivative was not this one. A weight that is clamped, say, may reach
+its bounds at any time; on a GPU, which nobody waits for, that is known a step or two later (`Verdict`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 PROBES = 4
+_Event: Any = torch.cuda.Event
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
+
+
+class Verdict:
+    """A yes or no that is made on a device, and read when it has come."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.is_cuda)
+        self._flag.copy_(flag, non_blocking=True)
+        self._event: Any = _Event() if flag.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def has_come(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def is_no(self) -> bool:
+        return self.has_come() and not bool(self._flag)
 
 
 def pulled_back_by_rows(w: Tensor, rows: Tensor, vjp: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -104,3 +104,19 @@ def test_a_convolution_of_a_derived_weight_is_exact(name, monkeypatch):
             losses(model, x).mean().backward()
             engine.finish()
     assert pulled == ([7] if name == "masked" else [4, 7])  # four probes; the gain is another parameter
+
+
+def test_a_clamp_that_begins_to_bite_is_seen_at_once():
+    """A weight inside its bounds has the identity for a derivative, until it reaches them."""
+    model, x = nn.Sequential(Standardised(lambda w: w.clamp(-1, 1))), {"x": torch.randn(7, 3, 5, 5)}
+    with FlashEngine(model, max_grad_norm=1e9, loss_reduction="sum") as engine:
+        for scale in (0.1, 1.0, 100.0):
+            with torch.no_grad():
+                model[0].weight.mul_(scale)
+            plain = Standardised(model[0].derive)
+            plain.load_state_dict(model[0].state_dict())
+            losses(plain, x).sum().backward()
+            model.zero_grad()
+            losses(model, x).sum().backward()
+            engine.finish()
+            torch.testing.assert_close(model[0].weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
