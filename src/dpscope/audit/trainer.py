@@ -29,6 +29,7 @@ class StepSettings:
     accumulate: int = 1  # physical batches of a step
     checkpoint_blocks: bool = False
     compile: str = EAGER
+    clipping: str = "flat"
 
     def divide(self, samples: int) -> dict[str, Any]:
         """Return the settings of a trainer whose steps are of so many samples."""

@@ -30,7 +30,7 @@ from dpscope.runner.environment import resolve_device
 from dpscope.runner.measure import their_mistake
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.settings import COMPILE_MODES, EAGER, SETTINGS
+from dpscope.vocabulary.settings import CLIPPING_RULES, COMPILE_MODES, EAGER, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
@@ -39,7 +39,7 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 
 SECONDS_BETWEEN_LINES = 15.0
 
-OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings of the steps that are checked
+OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "clipping", "seed")  # settings of the steps that are checked
 
 
 @click.command(name="check")
@@ -69,6 +69,7 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings o
 )
 @setting_option("accumulate")
 @setting_option("checkpoint_blocks")
+@setting_option("clipping", type=str, help=f"{'|'.join(CLIPPING_RULES)}: the clipping rule that is checked.")
 @setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
 @setting_option(
     "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead."
@@ -185,6 +186,8 @@ def _described(spec: RunSpec) -> Iterator[str]:
         yield SETTINGS["checkpoint_blocks"].label
     if spec.compile != EAGER:
         yield COMPILE_MODES[spec.compile]
+    if spec.clipping != "flat":
+        yield f"{spec.clipping} clipping"
     if spec.accumulate > 1:
         yield f"{spec.accumulate} batches of {spec.batch_size} a step"
 

@@ -63,6 +63,7 @@ def check(
     accumulate: int = 1,
     checkpoint_blocks: bool = False,
     compile: str = EAGER,
+    clipping: str = "flat",
     time_paths: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
@@ -83,6 +84,7 @@ def check(
         accumulate: Take each step in so many physical batches, into which the workload's batch is cut.
         checkpoint_blocks: Checkpoint every block of the model.
         compile: Mode of torch.compile for the method; the reference stays eager.
+        clipping: Clipping rule that the method follows, for methods that have several: a name, as `per_layer`.
         time_paths: Let flash clipping measure what each path of a layer takes on this device.
         progress: Called with a line about what is done now.
 
@@ -100,7 +102,16 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
-    how = StepSettings(numbers.ACCUMULATE(accumulate), checkpoint_blocks, SETTINGS["compile"].check(compile))
+    how = StepSettings(
+        numbers.ACCUMULATE(accumulate),
+        checkpoint_blocks,
+        SETTINGS["compile"].check(compile),
+        SETTINGS["clipping"].check(clipping),
+    )
+    if how.clipping == "adaptive":
+        raise UserError(
+            "clipping='adaptive' changes C from step to step: check 'flat', which is the same within a step"
+        )
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     asked = methods or [name for name, method in all_methods().items() if method.private]
     trainers = dict(map(_named_trainer, asked))
@@ -117,7 +128,7 @@ def check(
     if tolerance is None:
         tolerance = NUMBER_FORMATS["fp32" if narrow else dtype][1]
     progress("one sample at a time, in float64")
-    reference = make_reference(subject)
+    reference = make_reference(subject, clipping)
     progress("do samples mix?")
     gradient = gradient_of_the_batch(subject)
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)

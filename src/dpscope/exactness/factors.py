@@ -102,7 +102,7 @@ def name_scale(scale: float, samples: int) -> str:
 def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
     """Explain factors that follow no rule of the right norms by the norms that they follow."""
     active, norms = evidence.active, evidence.reference.norms
-    right = evidence.reference.factors(evidence.clip_norms[2])
+    right = evidence.reference.factors(evidence.clip_norms[2])[evidence.reference.names[0]]
     factors = evidence.factors[2] / scale
     if sentence := _explain_by_exchange(evidence, factors, right):
         yield sentence

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from dpscope.audit.loop import Tensors
 from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale
-from dpscope.exactness.reference import Fit, Reference, UpdateComparison, find_residuals, fit_factors, relative_errors
+from dpscope.exactness.reference import (
+    Fit,
+    Reference,
+    UpdateComparison,
+    find_residuals,
+    fit_factors,
+    relative_errors,
+)
 from dpscope.exactness.subject import Subject
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
@@ -87,6 +94,10 @@ def find_faults(evidence: Evidence) -> list[str]:
     sentences = [*_frozen(evidence), *_unmoved(evidence)]
     if evidence.exact:
         return sentences
+    if evidence.reference.clipping != "flat":  # what follows reads factors off a step that clips nothing
+        name, error = max(((n, e) for errors in evidence.errors for n, e in errors.items()), key=lambda each: each[1])
+        rule = evidence.reference.clipping
+        return [*sentences, f"the clipped sum of {name} is off by {error:.1e}: clipping={rule!r} gives another"]
     if len(evidence.unmoved) < len(evidence.reference.names):
         wrong = list(_wrong_gradients(evidence))
         sentences += [*wrong, *_wrong_factors(evidence, gradients_wrong=bool(wrong))]
@@ -160,7 +171,7 @@ def _which_use(evidence: Evidence, name: str, update: Tensor) -> str:
 
 
 def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
-    wanted = evidence.reference.sums(torch.ones(evidence.subject.batch_size), [name])[name]
+    wanted = evidence.reference.whole_sums([name])[name]
     scale = float((update[name] * wanted).sum() / wanted.square().sum())
     if float((update[name] - scale * wanted).norm()) <= MAX_UNEXPLAINED * float(wanted.norm()):
         return f"{name} is {name_scale(scale, evidence.subject.batch_size)} what it should be"

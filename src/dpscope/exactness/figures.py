@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
 
+from dpscope.audit.loop import Tensors
 from dpscope.errors import UserError
-from dpscope.exactness.reference import Comparing, Reference, UpdateComparison, fit_factors, sample_gradients, weighted
+from dpscope.exactness.reference import (
+    Comparing,
+    Reference,
+    UpdateComparison,
+    factors_of,
+    fit_factors,
+    sample_gradients,
+    weighted,
+)
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 
@@ -27,8 +36,8 @@ def measure_errors(
         by_parameter = comparison.errors
         fit = fit_factors(reference, comparison, reference.names)
         told = reference.norms > 0
-        ratios = fit.factors[told] / reference.factors(clip_norm)[told]
-        known = fit.condition < MAX_CONDITION
+        ratios = fit.factors[told] / reference.factors(clip_norm)[reference.names[0]][told]
+        known = fit.condition < MAX_CONDITION and reference.is_flat
         norm_error = _largest(1 / ratios - 1) if known else None
         steps.append(
             StepErrors(
@@ -52,23 +61,25 @@ def measure_rounding(
     """Run micro-batches of one in the number format that is checked: the error of rounding alone."""
     if not clip_norms:  # no sample has a gradient of its own
         return MethodCheck("rounding", EXACT)
-    norms = torch.tensor([_norm_of(found.values()) for found in sample_gradients(subject, dtype, reference.names)])
-    has_share = norms.isfinite() & (norms > 0)
+    found_norms = [_norms_of(found) for found in sample_gradients(subject, dtype, reference.names)]
+    norms = {name: torch.tensor([each[name] for each in found_norms]) for name in reference.names}
+    whole = torch.stack([each.square() for each in norms.values()]).sum(0)
+    has_share = whole.isfinite() & (whole > 0)
     if not has_share.any():
         raise UserError(
             "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss to "
             "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
         )
-    factors = [(clip_norm / norms).clamp(max=1.0)[has_share] for clip_norm in clip_norms]
+    factors = [factors_of(reference.clipping, norms, clip_norm) for clip_norm in clip_norms]
     comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]
     for turn in reference.walk():
         found = list(compress(sample_gradients(subject, dtype, list(turn)), has_share.tolist()))
         for name, gradients in turn.items():
             for each, own in zip(comparing, factors, strict=True):
-                each.add(name, weighted(own, [g[name].double() for g in found]), gradients)
+                each.add(name, weighted(own[name][has_share], [g[name].double() for g in found]), gradients)
     norm_error, steps = measure_errors(reference, clip_norms, [each.done(reference.names) for each in comparing])
     return MethodCheck("rounding", EXACT, norm_error=norm_error, steps=steps)
 
 
-def _norm_of(gradients: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+def _norms_of(gradients: Tensors) -> dict[str, float]:
+    return {name: float(g.double().norm()) for name, g in gradients.items()}

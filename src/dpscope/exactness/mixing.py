@@ -50,7 +50,11 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
     found = {name: g for name, g in gradient.items() if g is not None}
-    errors = compare(reference, [found], [torch.ones(len(reference.finite))])[0].errors if found else {}
+    errors = (
+        compare(reference, [found], [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))])[0].errors
+        if found
+        else {}
+    )
     name = next((name for name, error in errors.items() if error > REPEATABLE), None)
     if name is None:
         return None

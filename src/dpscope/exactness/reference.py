@@ -26,6 +26,7 @@ VANISHING_SHARE = 1e-4
 SMALL_TURN = 2**28  # bytes of samples' gradients that are held in any case
 COPIES_IN_TURN = 2  # float64 copies of the model that samples' gradients may take beyond that
 
+Factors = Tensors  # of each parameter: (B,)
 Turn = dict[str, list[Tensor]]  # by parameter: the gradient of each sample
 
 
@@ -35,6 +36,7 @@ class Reference:
 
     subject: Subject
     turns: list[list[str]]  # names of parameters whose gradients are held together
+    clipping: str
     finite: list[bool]
     grams: Tensors  # <v_i, v_j> of each parameter: (B, B)
     _held: dict[int, Turn] = field(default_factory=dict, repr=False)
@@ -68,19 +70,42 @@ class Reference:
         """(B,) ‖v_b‖ over all parameters together."""
         return torch.stack([gram.diagonal() for gram in self.grams.values()]).sum(0).sqrt()
 
-    def factors(self, clip_norm: float) -> Tensor:
-        """Return the factors min(1, C/‖v_b‖): (B,)."""
-        return (clip_norm / self.norms).clamp(max=1.0)
+    @property
+    def is_flat(self) -> bool:
+        """Whether a sample has one factor for all parameters."""
+        return self.clipping != "per_layer"
 
-    def sums(self, factors: Tensor, names: Sequence[str] | None = None) -> Tensors:
+    def factors(self, clip_norm: float) -> Factors:
+        """Return the factors of the clipping rule: (B,) for each parameter."""
+        return factors_of(self.clipping, {name: gram.diagonal().sqrt() for name, gram in self.grams.items()}, clip_norm)
+
+    def sums(self, factors: Factors, names: Sequence[str] | None = None) -> Tensors:
         """Return Σ_b c_b v_b of each parameter."""
-        found = {name: weighted(factors, v) for turn in self.walk(names) for name, v in turn.items()}
+        found = {name: weighted(factors[name], v) for turn in self.walk(names) for name, v in turn.items()}
         return {name: found[name] for name in (self.names if names is None else names)}
+
+    def whole_sums(self, names: Sequence[str] | None = None) -> Tensors:
+        """Return Σ_b v_b of each parameter."""
+        return self.sums(dict.fromkeys(self.names, torch.ones(self.subject.batch_size)), names)
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
         """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far."""
         norms = self.norms[self.norms > 0].sort().values
         return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
+
+
+def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> Factors:
+    """Return the factors that a rule gives, from each parameter's norms (B,). Rules in plain words: docs/flash.md."""
+    if clipping == "per_layer":
+        bound = clip_norm / math.sqrt(len(norms))
+        return {name: (bound / n).clamp(max=1.0) for name, n in norms.items()}
+    n = torch.stack([each.square() for each in norms.values()]).sum(0).sqrt()
+    rules = {
+        "automatic": clip_norm / (n + 0.01),
+        "normalised": (clip_norm / n).where(n > 1e-7 * clip_norm, 0.0),
+        "psac": clip_norm / (n + 0.1 / (n + 0.1)),
+    }
+    return dict.fromkeys(norms, rules.get(clipping, (clip_norm / n).clamp(max=1.0)))
 
 
 def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:
@@ -93,9 +118,9 @@ def _gram(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
 
 
-def make_reference(subject: Subject) -> Reference:
+def make_reference(subject: Subject, clipping: str = "flat") -> Reference:
     finite = [True] * subject.batch_size
-    reference = Reference(subject, _turns(subject), finite, {})
+    reference = Reference(subject, _turns(subject), clipping, finite, {})
     for turn in reference.walk():
         for name, gradients in turn.items():
             reference.grams[name] = _gram(gradients)
@@ -167,14 +192,14 @@ class UpdateComparison:
 class Comparing:
     """A comparison, one parameter after the other."""
 
-    def __init__(self, factors: Tensor) -> None:
+    def __init__(self, factors: Factors) -> None:
         self.factors = factors
         self._differences: dict[str, float] = {}
         self._sizes: dict[str, float] = {}
         self._shares: Tensors = {}
 
     def add(self, name: str, update: Tensor, gradients: Sequence[Tensor]) -> None:
-        update, wanted = update.double(), weighted(self.factors, gradients)
+        update, wanted = update.double(), weighted(self.factors[name], gradients)
         self._differences[name], self._sizes[name] = float((update - wanted).norm()), float(wanted.norm())
         self._shares[name] = torch.stack([torch.sum(v * update) for v in gradients])
 
@@ -183,7 +208,7 @@ class Comparing:
         return UpdateComparison({name: errors[name] for name in names}, self._shares)
 
 
-def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Tensor]) -> list[UpdateComparison]:
+def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Factors]) -> list[UpdateComparison]:
     """Compare each update with the sums that its factors give."""
     comparing = [Comparing(each) for each in factors]
     for turn in reference.walk(updates[0]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from dpscope.exactness.reference import make_reference
@@ -33,5 +32,5 @@ def sums_by_use(subject: Subject, name: str) -> dict[str, Tensor]:
     """Return what each name of a tied parameter contributes to its unclipped sum."""
     group = next(group for group in subject.tied if group[0] == name)
     reference = make_reference(untie(subject))
-    sums = reference.sums(torch.ones(subject.batch_size))
+    sums = reference.whole_sums()
     return {use: sums[use] for use in group}
