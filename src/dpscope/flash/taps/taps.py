@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class Spec(NamedTuple):
-    """Shape, dtype and device of a tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
