@@ -1,4 +1,4 @@
-"""What an engine puts on a model, and takes off again: taps on modules, guards on parameters."""
+"""Changes of an engine to a model, which it can undo: taps on modules, guards on parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class _KnownLayer:
 
 
 class Attachment:
-    """given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that"""
+    """Taps and guards of an engine on its model.
+
+    given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that
+    """
 
     def __init__(self, engine: Engine, given: nn.Module, ranks: Ranks | None) -> None:
         self.taps: list[InstanceMethod] = []

@@ -325,7 +325,7 @@ class FlashEngine:
         return micro
 
     def _sum_again(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """All sums, where checkpointed blocks run again; otherwise none yet."""
+        """Return all sums, if checkpointed blocks run again; otherwise none yet."""
         if self.blocks is None or not passes:
             return NO_SUMS
         try:

@@ -33,9 +33,9 @@ class OracleResult:
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """By an ordinary backward pass, the only one that enters reentrant checkpoints; every .grad stays as it was.
+    """Compute gradients by an ordinary backward pass, and leave every .grad unchanged.
 
-    `torch.autograd.grad` passes by what a reentrant checkpoint holds, and gives None for it.
+    `torch.autograd.grad` does not enter reentrant checkpoints, and gives None for their parameters.
     """
     before = {tensor: tensor.grad for tensor in (*_leaves_of(loss), *parameters)}
     for tensor in before:
@@ -49,13 +49,13 @@ def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | No
 
 
 def gradients_by_name(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
-    """The same of a model's trainable parameters; None where the loss does not depend on one."""
+    """Return the same for a model's trainable parameters; None if the loss does not depend on one."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return dict(zip(named, gradients_of(loss, list(named.values())), strict=True))
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors in whose .grad a backward pass adds, as far as autograd's graph shows them."""
+    """Yield the tensors whose .grad a backward pass adds to, as far as autograd's graph shows them."""
     nodes: list[Any] = [loss.grad_fn]
     seen = set(nodes)
     while nodes:
@@ -68,7 +68,7 @@ def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Iterator[dict[str, Tensor]]:
-    """One dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
+    """Yield one dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
     parameters, size = dict(model.named_parameters()), batch_size_of(batch)
     for index in range(size):
         found = gradients_by_name(loss_fn(model, sample_of(batch, index, size)), model)

@@ -1,12 +1,12 @@
-"""Which checkpointed blocks are held and which are recomputed, and why; blocks are told by their place in the forward.
+"""Choice of the checkpointed blocks to hold and to recompute. A block is known by its place in the forward.
 
     | block      | held from backward to the sums     | besides one backward pass                         |
     | ---------- | ---------------------------------- | ------------------------------------------------- |
     | held       | x and g of its layers              |                                                   |
     | recomputed | its input, its outputs' gradients  | one forward, one backward                         |
 
-Where a micro-batch is closed all that is held is summed before any block runs again, so sums take the place of x and g.
-What decides is therefore the backward pass. It reaches the blocks one after the other, and takes, besides what is live
+When a micro-batch is closed, all held layers are summed before any block runs again, so sums take the place of x and g.
+The backward pass is therefore what decides. It reaches the blocks one after the other, and takes, besides what is live
 when it reaches one:
 
     that block      if it is held, x and g less its outputs' gradients and the input that was made for it
@@ -14,8 +14,8 @@ when it reaches one:
     one of them     what its forward makes, and the gradients of its layers: the block at work
 
 A block is held if all of that fits: a number of bytes, or with "lean" the peak of ordinary training (memory_budget.py).
-Last blocks are reached first. What a block takes is known from the last micro-batch that recomputed it with samples of
-the same shape; the first one recomputes all, and so does "lean" where nobody counts what is live.
+Last blocks are reached first. The memory of a block is known from the last micro-batch that recomputed it with samples
+of the same shape; the first one recomputes all, and so does "lean" on devices without memory tracking.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockCost:
         return self.activations + self.gradients
 
     def of(self, samples: int) -> BlockCost:
-        """The same for another number of samples."""
+        """Return the cost for another number of samples."""
         if samples == self.samples:
             return self
         scaled = {name: getattr(self, name) * samples // self.samples for name in _FOR_EACH_SAMPLE}
@@ -109,7 +109,7 @@ class BlockChoices:
     def is_held(self, index: int, samples: int, shape: Any, calls: int) -> bool:
         """Decide on a block that backward reaches. `calls`: how many blocks the forward pass had.
 
-        shape: whatever has to be the same for a block to take as much for a sample as before
+        shape: everything that has to be equal for a block to take as much memory a sample as before
         """
         self._reached.add(index)
         later = {i: cost.of(samples) for i, cost in self._costs.items() if i < calls and i not in self._reached}
@@ -132,7 +132,7 @@ class BlockChoices:
         return self._fits(cost)
 
     def _fits(self, cost: BlockCost) -> tuple[bool, str]:
-        """Whether there is room to hold the block, and why it is held or not."""
+        """Return True if there is room to hold the block, and the reason for the answer."""
         budget, saved = self._budget, f"{cost.boundary} bytes are held, not {cost.held}"
         limit = budget.ceiling(cost.activations, cost.sums)
         now = budget.allocated()
@@ -161,7 +161,7 @@ class BlockChoices:
     # -- what a block takes ------------------------------------------------------------------------------------------
 
     def keeps(self, index: int, samples: int) -> bool:
-        """Whether layers of a block that is held may keep per-sample gradients: that takes less, or there is room."""
+        """Return True if layers of a held block may keep per-sample gradients: it takes less, or there is room."""
         known = self._costs.get(index)
         if known is None or samples < 2:
             return True
@@ -169,12 +169,12 @@ class BlockChoices:
         return cost.kept <= cost.held or self._budget.fits(cost.kept - cost.held)
 
     def knows(self, index: int, samples: int, shape: Any) -> bool:
-        """Whether just that many samples of that shape were recomputed before."""
+        """Return True if exactly that many samples of that shape were recomputed before."""
         known = self._costs.get(index)
         return known is not None and (known.samples, known.shape) == (samples, shape)
 
     def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
-        """Of a pass whose norms are about to be taken."""
+        """Note the cost of a pass whose norms are about to be taken."""
         kept, saved = each.bytes_if_kept, each.bytes_if_saved
         self._costs[each.index] = BlockCost(
             shape,

@@ -1,8 +1,8 @@
-"""Whether a block that runs again gives its layers the inputs and gradients that it gave them in the backward pass.
+"""Fingerprints of blocks: they tell if a rerun gave the layers the inputs and gradients of the backward pass.
 
-What its layers leave is projected on fixed signs, sample by sample (kernels/projections.py). A difference δ between
-two runs moves the projection by about ‖δ‖, whatever its direction; rounding moves it by about ε‖g‖. Norms are compared
-as well: rounding, which has no direction, hardly moves them, and a factor moves nothing more.
+The contributions of its layers are projected on fixed signs, sample by sample (kernels/projections.py). A difference δ
+between two runs moves the projection by about ‖δ‖, in any direction; rounding moves it by about ε‖g‖. Norms are
+compared as well: rounding, which has no direction, hardly moves them, and a factor moves nothing more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def project(left: Left) -> dict[str, Tensor]:
 
 
 class Fingerprint(NamedTuple):
-    """Of a backward pass: what `project` gives, and how far a projection may move, of the norm of its kind.
+    """Fingerprint of a backward pass: the result of `project`, and the tolerance, relative to the norm of its kind.
 
     Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own norm.
     """
@@ -77,9 +77,9 @@ class Fingerprint(NamedTuple):
 
 
 def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]], finite: Tensor | None) -> list[bool]:
-    """Whether blocks that ran again left something else, for any sample that has a share (any finite one, if unknown).
+    """Return True for each block whose rerun differs, for any sample with a share (any finite one, if unknown).
 
-    `again`: what `project` gives of each. All blocks are compared at once, and the host waits for the device once.
+    `again`: the result of `project` for each. All blocks are compared at once; the host waits for the device once.
     """
     if dry_run.current() is not None:
         return [False] * len(before)

@@ -54,12 +54,12 @@ class BlockReruns:
         self._numpy_state = _numpy_state()
 
     def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
-        """What a block is called with when backward runs it. Forward has run it before, and may have drawn numbers."""
+        """Return a block's input when backward runs it. Forward ran it before, and may have drawn random numbers."""
         state = ForwardState.now(self.devices, numpy_state=self._draws_from_numpy)
         return BlockInput.of(args, kwargs, state)
 
     def note_model(self) -> None:
-        """A micro-batch's first block is to be run again: weights, modes and precision have to stay what they are."""
+        """Note weights, modes and precision before a micro-batch's first rerun: they must not change."""
         self._weights = [(p, p._version) for p in self.engine.parameters]
         self._modes = [(module, module.training) for module in self.engine.model.modules()]
         self._rounding = self._rounding_now()
@@ -69,7 +69,7 @@ class BlockReruns:
         return operand_rounding(next(iter(self.engine.parameters)).device)
 
     def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
-        """The passes whose norms are those of their parameters; others are run again now, and held.
+        """Return the passes whose norms are those of their parameters. Run the others again now, and hold them.
 
         A parameter may have been used outside its block or in several passes: the norm is then that of all uses.
         """
@@ -140,7 +140,7 @@ class BlockReruns:
 
     @torch.no_grad()
     def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
-        """The projections of what the layers of the block were given."""
+        """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
         self.engine.wanted, self.engine.tail = left.keys(), tail
 
@@ -185,7 +185,7 @@ class BlockReruns:
 
 
 def _form(each: BlockPass) -> tuple[Any, ...]:
-    """What has to be equal for two passes through a block to make the same products."""
+    """Return the properties that have to be equal for two passes through a block to make the same products."""
     return each.shapes, [id(slot) for slot in each.slots]
 
 

@@ -35,7 +35,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class BlockEngine(Engine, Protocol):
-    """What is asked of the engine that the blocks belong to."""
+    """Interface of the engine that the blocks belong to."""
 
     block: CheckpointedBlock | None
 
@@ -80,7 +80,7 @@ class CheckpointedBlock:
             engine.block, rules.runs_again = before, runs_again
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
-        """What the block gives back, with the gradients of it watched."""
+        """Return the block's outputs, with their gradients watched."""
         leaves, spec = pytree.tree_flatten(outputs)
         self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         storages = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)}
@@ -170,7 +170,7 @@ class CheckpointedBlocks:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, block: CheckpointedBlock, grads: tuple[Tensor | None, ...]) -> None:
-        """A backward pass reaches the block."""
+        """Note that a backward pass reaches the block."""
         self.flush()
         before, block.open = block.open, None
         # The parameters' gradients of a reentrant checkpoint are asked for in a backward pass of its own, always.
@@ -189,7 +189,7 @@ class CheckpointedBlocks:
         self._passes.append(block.open)
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
-        """What decides how much a block takes for a sample: the shapes of its outputs, and which layers are trained."""
+        """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
         if self._trained is None:
             self._trained = sum(p.requires_grad for p in self.engine.parameters)
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
@@ -211,7 +211,7 @@ class CheckpointedBlocks:
                 each.activations = max(0, now.current - before.current)
 
     def add(self, slot: Slot, contribution: Contribution) -> bool:
-        """Whether the contribution was taken; if not, it is to be held."""
+        """Take the contribution, if a block needs it. Return False if it is to be held."""
         if self.reruns.take is not None:
             self.reruns.take(slot, contribution)
             return True
@@ -284,7 +284,7 @@ class CheckpointedBlocks:
         self._passes, self._gathering = [], None
 
     def close(self) -> list[BlockPass]:
-        """The backward passes through blocks that are to be run again, their norms taken."""
+        """Take the norms of the backward passes through blocks that are to be run again, and return the passes."""
         self.flush()
         passes, self._passes = self._passes, []
         for each in passes:

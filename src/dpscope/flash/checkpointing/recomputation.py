@@ -1,8 +1,8 @@
 """One backward pass through a checkpointed block, from which the block can be run once more.
 
-What is kept of it: the block's input, the gradients of its outputs, and the state of whatever a forward depends on
-besides (random numbers, autocast). Run again from there, every layer of the block sees the x and g that it saw in the
-backward pass: the same operations on the same values. So its gradients need not be held until the factors are known.
+It keeps the block's input, the gradients of its outputs, and every other state that a forward depends on (random
+numbers, autocast). Run again from there, every layer of the block sees the x and g that it saw in the backward pass:
+the same operations on the same values. So its gradients need not be held until the factors are known.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ForwardState(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """What a block is called with: tensors without their history, and their versions."""
+    """Arguments of a block: tensors without their history, and their versions."""
 
     leaves: list[Any]
     spec: Any
@@ -92,7 +92,7 @@ class BlockPass:
         self.activations = 0  # bytes that its forward adds to what is live
 
     def close(self, norms: Tensor) -> None:
-        """Its norms are taken; what its layers left is let go."""
+        """Store the norms and release the contributions of the layers."""
         self.slots, self.gathered = list(self.gathered), {}
         self.norms = norms
 
@@ -123,17 +123,17 @@ class BlockPass:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the gradients that its layers were given."""
+        """Bytes of the gradients that its layers were given."""
         return bytes_of(gradient_of(part) for parts in self.gathered.values() for part in parts)
 
     @property
     def bytes_if_saved(self) -> int:
-        """Of what its layers would leave, were the block held without any gradient that is kept: x and g."""
+        """Bytes of the layers' contributions if the block were held without kept gradients: x and g."""
         return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
 
     @property
     def bytes_if_kept(self) -> int:
-        """Of what its layers would leave, were the block held and each layer chose: x and g, or its gradients."""
+        """Bytes of the layers' contributions if the block were held and each layer chose x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
             if isinstance(part, Saved) and part.decision.kept_if_held is not None:
@@ -177,6 +177,6 @@ def _versions(leaves: Sequence[Any]) -> list[int | None]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

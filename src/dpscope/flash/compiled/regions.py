@@ -73,7 +73,7 @@ class Region:
             return self.eager(*args, **kwargs)
 
     def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counter[LayerTap]:
-        """The taps that autograd reaches from the outputs of an eager run, and how often."""
+        """Count how often autograd reaches each tap from the outputs of an eager run."""
         forwards = self.engine.forwards
         before, forwards.rerunning = forwards.rerunning, True
         try:
@@ -86,7 +86,7 @@ class Region:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """What decides the dtypes that layers are given."""
+    """Return the state that decides the dtypes of layers."""
     devices = ("cpu", "cuda")
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices)
 
@@ -115,7 +115,7 @@ class RegionTap(EngineTap):
 
 
 class CompiledCallTap(RegionTap):
-    """What module.compile() has put in place of the module's call."""
+    """Tap on the call that module.compile() puts in place of the module's own."""
 
     attribute: ClassVar[str] = "_compiled_call_impl"
 

@@ -81,7 +81,7 @@ class CallShapes(Run):
 
 
 class Share(NamedTuple):
-    """What one call has of a handout. `pieces`: in the order of the tap's, None where it wants nothing."""
+    """Share of one call in a handout. `pieces`: in the order of the tap's, None where it wants nothing."""
 
     call: TappedCall
     like: Tensor
@@ -133,7 +133,7 @@ class CallPlan:
 
 
 def _zeros(spec: Spec, device: torch.device) -> Tensor:
-    """One element that stands at every place: nobody reads it."""
+    """Return a tensor with one element at every place. Its values are never read."""
     return torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=spec.dtype, device=device)
 
 
@@ -207,7 +207,7 @@ class Handout:
             self._check_missing(missing)
 
     def _check_missing(self, missing: list[TappedCall]) -> None:
-        """Backward left nothing of these calls: is that because autograd does not reach them, compiled or not?"""
+        """Check that calls without a record in backward are calls that autograd does not reach, compiled or not."""
         new = [call for call in missing if call not in self._plan.unreached]
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)

@@ -86,7 +86,7 @@ class ClipRule:
 
 
 class Automatic(ClipRule):
-    """Every sample is scaled by C / (n + γ): there is no threshold to tune (Bu et al. 2022, AUTO-S)."""
+    """Rule that scales every sample by C / (n + γ): there is no threshold to tune (Bu et al. 2022, AUTO-S)."""
 
     name = "automatic"
 
@@ -99,7 +99,7 @@ class Automatic(ClipRule):
 
 
 class Normalised(ClipRule):
-    """Every sample has the norm C. A gradient below 1e-7 of C counts as zero and stays what it is: nothing."""
+    """Rule that gives every sample the norm C. A gradient below 1e-7 of C counts as zero and stays zero."""
 
     name = "normalised"
 
@@ -121,11 +121,11 @@ class Psac(ClipRule):
 
 
 class PerLayer(ClipRule):
-    """Each parameter is clipped by itself, as by Opacus's `per_layer`.
+    """Rule that clips each parameter by itself, as Opacus's `per_layer` does.
 
     Args:
-        max_grad_norm: One bound for each trained parameter, in their order; or one number C for all of them together,
-            of which each of the G parameters gets C / √G.
+        max_grad_norm: One bound for each trained parameter, in their order; or one number C for all of them together:
+            each of the G parameters then gets C / √G.
     """
 
     name = "per_layer"
@@ -186,7 +186,7 @@ class PerGroup(ClipRule):
 
 
 class Adaptive(ClipRule):
-    """C follows a quantile of the norms, from a noisy count of samples below it (Andrew et al. 2021).
+    """Rule whose C follows a quantile of the norms, from a noisy count of samples below it (Andrew et al. 2021).
 
     The count is released with noise of standard deviation `unclipped_num_std`. More noise on the sums pays for it:
     σ_sums = (σ⁻² − (2 · unclipped_num_std)⁻²)^(−½), so that both releases together are one Gaussian mechanism with the

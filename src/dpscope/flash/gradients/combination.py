@@ -41,10 +41,10 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
 
 
 def _tied_decision(outer: Outer) -> Decision:
-    """The path of an embedding tied to a head.
+    """Return the path of an embedding tied to a head.
 
-    Where products are rounded, rank 1 is none, for the uses may cancel; nor is gram, for the cross term is of values
-    that are not rounded.
+    If products are rounded, rank-1 is not exact, because the uses may cancel. Nor is gram, because its cross term is
+    computed from values that are not rounded.
     """
     decision = outer.decision
     rounded = exact_path(GRAM, outer.g) != GRAM
@@ -53,7 +53,7 @@ def _tied_decision(outer: Outer) -> Decision:
 
 
 def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
-    """The direct path of both: per-sample gradients in slices of the batch, squared, thrown away."""
+    """Compute both norms by the direct path: per-sample gradients in slices of the batch, squared and dropped."""
     dtype = wide(outer.g.dtype)
     norms = []
     for part in contributions.chunks(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize):
@@ -93,10 +93,10 @@ def _merge_lookups(lookups: list[Lookup], rules: PathRules) -> Lookup:
 
 
 def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> tuple[Contribution, ...]:
-    """All uses of one parameter, as few pieces: one, or a Lookup beside an Outer (an embedding tied to the head).
+    """Combine all uses of one parameter into one piece, or a Lookup beside an Outer (an embedding tied to the head).
 
-    Nothing else is left in pieces: what has no closed form for its cross terms is materialised (in the parameter's
-    `dtype`) and added, for the norm is that of the sum. What is put together takes the path of the whole.
+    Uses without a closed form for their cross terms are materialised in the parameter's `dtype` and added, because the
+    norm is that of the sum. A combination takes the path of the whole.
     """
     if len(parts) == 1:
         return (parts[0],)
@@ -129,7 +129,7 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
 
 
 def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) -> None:
-    """For explain(): what became of several uses."""
+    """Describe the combination of several uses, for explain()."""
     saved = [part for part in parts if isinstance(part, Saved)]
     decision = saved[-1].decision if saved else Decision(KEEP, "they have no closed form, and are added")
     slot.describe(

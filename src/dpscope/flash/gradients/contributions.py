@@ -1,4 +1,4 @@
-"""What a backward pass leaves behind for a parameter: the pieces of its per-sample gradients.
+"""Contributions: the pieces of a parameter's per-sample gradients that a backward pass leaves.
 
 A parameter's gradient for sample b is a sum of contributions, one for each use of the parameter:
 
@@ -37,7 +37,7 @@ SCRATCH_BYTES = 2**29
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Sums and squares are taken in float32, those of float64 tensors in float64."""
+    """Return the dtype of sums and squares: float64 for float64 tensors, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -54,7 +54,7 @@ WIDE_OUTPUT: bool = "dtype" in torch.ops.aten.bmm.overloads()  # type: ignore[no
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, batched, in float32 (float64 for float64)."""
+    """Return left @ right, batched, in float32 (float64 for float64)."""
     dtype = wide(left.dtype)
     if left.dtype != dtype and left.is_cuda and WIDE_OUTPUT:
         return torch.bmm(left, right, out_dtype=dtype)
@@ -95,7 +95,7 @@ class Contribution(Protocol):
     def check_unchanged(self, name: str) -> None: ...
 
     def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        """Whether `other`, of the same parameter, was added into this one, so that only one need be held."""
+        """Add `other`, of the same parameter, into this one if possible. Return True if only one is still needed."""
 
     def taken(self, index: Tensor) -> Contribution:
         """Return the same of some rows; -1 is a row of zeros."""
@@ -114,9 +114,9 @@ class Contribution(Protocol):
 
 
 class Kept:
-    """Per-sample gradients themselves. `owned`: nobody else holds the storage, it may be overwritten.
+    """Per-sample gradients themselves. `owned`: the storage has no other owner and may be overwritten.
 
-    squares: (B, n), whose sums over n are the squared norms, where they are known: of the values as they are given here
+    squares: (B, n), whose sums over n are the squared norms of these values, if they are known
     """
 
     __slots__ = ("owned", "squares", "values", "version")
@@ -171,7 +171,7 @@ def kept_products(x: Tensor, g: Tensor) -> Kept:
 class Summed:
     """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
 
-    owned: g is the sums of stretches of positions, which nobody else holds; otherwise an Outer holds it
+    owned: g is the sums of stretches of positions and has no other owner; otherwise an Outer holds it
     """
 
     __slots__ = ("g", "owned", "version")
@@ -218,8 +218,10 @@ def refuse_changed(name: str) -> NoReturn:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its memory is not torch's: numpy's, say, where writes to it would go unnoticed, or
-    that of a CUDA graph, which writes there again."""
+    """Return the tensor, or a copy if torch does not own its memory.
+
+    Writes to numpy's memory would go unnoticed, and a CUDA graph writes to its own again.
+    """
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
@@ -280,7 +282,7 @@ class Outer(Saved):
         return self.first
 
     def form(self) -> tuple[object, ...]:
-        """What has to be equal for two products to be made together."""
+        """Return the properties that have to be equal for two products to be made together."""
         x, g = self.first, self.g
         return x.shape, x.dtype, g.shape, g.dtype
 
@@ -288,7 +290,7 @@ class Outer(Saved):
         return Outer(take_rows(self.first, index), take_rows(self.g, index), self.decision)
 
     def folded(self, each: int, rules: PathRules) -> Outer | Kept:
-        """To a product, the rows of a sample are more positions of it."""
+        """Fold the rows of a sample into more positions of it."""
         x, g = fold(self.first, each).flatten(1, 2), fold(self.g, each).flatten(1, 2)
         product = Outer(x, g, rules.of_product(x.shape, g))
         return Kept(product.materialise()) if product.decision.path == KEEP else product
@@ -297,9 +299,9 @@ class Outer(Saved):
         return sample_products(self.x, self.g)
 
     def norms_squared(self) -> Tensor:
-        """The direct path: per-sample gradients in slices of the batch, squared, not kept.
+        """Compute the norms by the direct path: per-sample gradients in slices of the batch, squared and dropped.
 
-        Never rounded to half precision: the sum is not, and a norm of rounded values may fall short of it by 2⁻⁹.
+        They are never rounded to half precision: the sum is not, and a norm of rounded values may be 2⁻⁹ too small.
         """
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
@@ -319,7 +321,7 @@ class Outer(Saved):
 def outer_sums(
     outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
 ) -> list[Tensor]:
-    """The clipped sums of many products at once, each added into its `out` where given: see `scaled_sums`."""
+    """Return the clipped sums of many products at once, each added into its `out` if given: see `scaled_sums`."""
     first = outers[0]
     dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
     # A half-precision parameter's gradient cannot be added into by the product itself.
@@ -372,10 +374,10 @@ class Lookup(Saved):
         return table.view(batch, self.rows, -1)
 
     def added_up(self) -> tuple[Tensor, Tensor]:
-        """ids (B, T) and rows (B, T, d), in float32: those of one id added up at its first place, zeros at the others.
+        """Return ids (B, T) and rows (B, T, d), float32: rows of one id are added up at its first place, others are 0.
 
-        T·d operations where comparing all pairs of ids takes T²·d. Repeats are found by sorting; so the table to add
-        up in has T rows a sample, and not as many as the embedding.
+        This takes T·d operations; comparing all pairs of ids takes T²·d. Repeats are found by sorting, so the table of
+        sums has T rows a sample, not as many as the embedding.
         """
         batch, length = self.ids.shape
         ordered, order = self.ids.sort(dim=1)

@@ -1,4 +1,4 @@
-"""Which path each parameter's norms take, as a table, and which modules run sample by sample at a cost."""
+"""Explanation of the paths: each parameter's as a row of a table, and modules that run sample by sample at a cost."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def explain_slots(
 
 
 def _measured(slot: Slot, found: dict[object, str]) -> str:
-    """What the paths of a product of this shape take, in words."""
+    """Describe the measured times of the paths of a product of this shape."""
     assert slot.decision is not None and slot.decision.dtype is not None
     product = slot.shapes["x"], slot.shapes["g"][-1], slot.decision.dtype, slot.parameter.device
     if product not in found:
@@ -119,7 +119,7 @@ class OpaqueUnit:
 
 
 def why_opaque(name: str, module: nn.Module, how: str) -> str:
-    """Why a parameter's gradients come from its module, for `explain()`."""
+    """Explain why a parameter's gradients come from its module, for `explain()`."""
     called = name_module(name, module)
     if _is_torchs(module):
         return f"{called} has no layer family; its per-sample gradients come from {how}"
@@ -129,7 +129,7 @@ def why_opaque(name: str, module: nn.Module, how: str) -> str:
 
 
 def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> list[OpaqueUnit]:
-    """The opaque units of a model, given by name, the largest first."""
+    """Describe the opaque units of a model, given by name, the largest first."""
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = []
     for name, module in units:
@@ -154,7 +154,7 @@ def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) ->
 
 
 def costly_units(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
-    """Those whose time or memory should be reported: all, or only slow ones where all together are small."""
+    """Return the units worth reporting: all of them, or only the slow ones if the total is small."""
     if sum(unit.share for unit in units) >= COSTLY_SHARE:
         return list(units)
     return [unit for unit in units if unit.slow]

@@ -1,4 +1,4 @@
-"""How much a step may hold: what decides whether per-sample gradients are kept where that is faster, and blocks held.
+"""Memory budget of a step: it decides if faster per-sample gradients may be kept, and checkpointed blocks held.
 
 Ordinary training of the same model peaks where backward begins, with all activations and what the loss needs besides,
 or where backward ends, with all gradients. Until backward reaches its first layer an engine holds just what ordinary
@@ -7,12 +7,12 @@ training holds, so both peaks are known there:
     beginning   what is live at the first layer, and how far forward and loss went above that
     end         what was live before forward, and the gradients that are not there yet
 
-Where blocks are checkpointed, the activations of one of them come in the place of forward and loss, or, at the end, in
-that of its gradients, whatever is more.
+If blocks are checkpointed, the activations of one of them replace forward and loss, or, at the end, its gradients,
+whichever is larger.
 
 As backward goes on it frees activations. Kept gradients may take their place up to the larger of the two, so that the
-peak stays that of ordinary training. Forward and loss are seen only where they raise the allocator's peak; where they
-do not, for something larger ran before, what they need besides counts as nothing.
+peak stays that of ordinary training. Forward and loss are seen only if they raise the allocator's peak. If something
+larger ran before, their extra memory counts as zero.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Allocated(NamedTuple):
 
 
 def allocated_on(device: torch.device) -> Allocated | None:
-    """None where nobody counts: torch's allocator does on CUDA. Takes some microseconds, and waits for no device."""
+    """Return the allocator's figures on CUDA, elsewhere None. Takes some microseconds and waits for no device."""
     if (planned := dry_run.current()) is not None:
         return Allocated(*planned.allocated())
     if device.type != "cuda":
@@ -60,8 +60,11 @@ def check_limit(limit: MemoryLimit) -> None:
 
 
 class MemoryBudget:
-    """limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
-    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway."""
+    """Budget of bytes on a device.
+
+    limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
+    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class MemoryBudget:
         return self._read()
 
     def begin_forward(self) -> None:
-        """A micro-batch's first forward pass begins."""
+        """Begin a micro-batch's first forward pass."""
         self.close()
         self._before_forward = self._read()
 
@@ -99,7 +102,7 @@ class MemoryBudget:
         self.begin_forward()
 
     def begin_backward(self) -> None:
-        """A backward pass has reached a layer; only a micro-batch's first counts."""
+        """Note that a backward pass has reached a layer; only a micro-batch's first counts."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -109,23 +112,23 @@ class MemoryBudget:
             self._above = max(self._above, now.peak - now.current)
 
     def close(self) -> None:
-        """The micro-batch is closed: what was live in it says nothing of the next."""
+        """Close the micro-batch: its live memory does not describe the next."""
         self._before_forward = self._first_layer = self._ceiling = None
         self._in_backward = False
 
     def fits(self, more: float) -> bool:
-        """Whether `more` bytes may be kept besides what is live, for that is faster."""
+        """Return True if `more` bytes may be kept, in addition to what is live, to be faster."""
         room = None if self.limit == LEAN else self.room()
         return room is not None and more + self.reserved <= room
 
     def room(self) -> float | None:
-        """Bytes between what is live and the peak of ordinary training, or the limit; None where nobody counts."""
+        """Return bytes between what is live and the peak of ordinary training, or the limit; None if not tracked."""
         ceiling = self.ceiling()
         now = None if ceiling is None else self._read()
         return None if now is None or ceiling is None else ceiling - now.current
 
     def ceiling(self, activations: int = 0, gradients: int = 0) -> float | None:
-        """Bytes that a step may take at its peak; None where nobody counts, and before backward begins.
+        """Return the bytes that a step may take at its peak; None if not tracked, and before backward begins.
 
         activations, gradients: of one checkpointed block, while backward is in it
         """

@@ -34,7 +34,7 @@ TIED_FLOOR_FLOAT64 = 2.0**-30
 
 
 def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-    """One parameter's contributions as norm and sum are taken of them: where they are kept, per-sample gradients."""
+    """Return one parameter's contributions in the form that is normed and summed: materialised if they are kept."""
     outer = parts[-1]
     if not isinstance(outer, Outer) or outer.decision.path != KEEP:
         return parts
@@ -63,7 +63,7 @@ class NormSum:
         self.total += norms_squared.to(self.total)
 
     def add_all(self, parts: list[tuple[Contribution, ...]]) -> None:
-        """Counts the contributions of every parameter, and puts what is to be kept from now on in their place."""
+        """Count the contributions of every parameter, and replace them by what is kept from now on."""
         for index, of_one in enumerate(parts):
             part = of_one[0]
             if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
@@ -77,7 +77,7 @@ class NormSum:
                 parts[index] = self.add_parts(of_one)
 
     def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-        """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
+        """Count one parameter's contributions. Return what is kept of them from now on."""
         parts = as_summed(parts)
         if len(parts) == 1:
             self._add_one(parts[0])
@@ -122,12 +122,14 @@ class NormSum:
             self._share(part)
 
     def _has_gram(self, part: Outer) -> bool:
-        """Whether a Gram norm is that of the product as it is summed, or of a truncated one."""
+        """Return True if a Gram norm is exact for the product that is summed, or for a truncated one."""
         return not self._rounds or self._reads_tf32 or exact_path(GRAM, part.g) == GRAM
 
     def _truncate(self, part: Outer) -> Outer:
-        """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding
-        is taken off both, once from what several layers read."""
+        """Return the product whose Gram norm is that of its sum, if torch rounds operands to TF32.
+
+        Truncation takes less than that rounding off both operands. An input that several layers read is truncated once.
+        """
         key = place_of(part.first)
         x = self._truncated.get(key)
         if x is None:

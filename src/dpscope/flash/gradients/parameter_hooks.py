@@ -31,7 +31,7 @@ OWN_GRADIENTS = OwnGradients()
 
 
 def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:
-    """Raises UserError where a parameter has a hook. `guards`: how many are the engine's own."""
+    """Raise UserError if a parameter has a hook. `guards`: how many are the engine's own."""
     for slot in slots:
         parameter = slot.parameter
         hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())

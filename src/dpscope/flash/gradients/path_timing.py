@@ -1,4 +1,4 @@
-"""What each path of a product takes on this device: its norms and its clipped sum, on random operands of its shape."""
+"""Measured time of each path of a product on this device: norms and clipped sum of random operands of its shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def time_paths(x: Sequence[int], p: int, dtype: torch.dtype, device: torch.devic
 
 
 def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
-    """The paths that are exact for the product, each from its operands to the clipped sum."""
+    """Return the paths that are exact for the product, each from its operands to the clipped sum."""
     x, g = product.x, product.g
     scale = scale.to(torch.promote_types(torch.float32, g.dtype))
     in_tf32 = g.dtype == torch.float32 and reads_tf32(g.device)

@@ -1,4 +1,4 @@
-"""Which way a layer's per-sample norms are taken: a cost model over shapes, and room for what is faster to keep.
+"""Paths of per-sample norms: a cost model over shapes chooses one for each layer, given the room for kept gradients.
 
 A layer that saw x: (B, T, d) and g: (B, T, p) has per-sample weight gradients g_bᵀ x_b (p×d). Norm, clipped sum and the
 update's reading of it cost, in multiply-adds counted as two operations:
@@ -51,7 +51,7 @@ LONGEST_GRAM_LOOKUP = 256
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains on one kind of operands."""
+    """Rates that a device sustains on one kind of operands."""
 
     products: float  # operations a second
     gram: float  # the same, in the tiles of Gram matrices
@@ -110,12 +110,15 @@ class Unfolded(NamedTuple):
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which per-sample gradients of several samples are stored."""
+    """Return the dtype in which per-sample gradients of several samples are stored."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _rounding_of(g: Tensor) -> float:
-    """Of the operands of g's products. Those of float16 are made in float32: TF32 holds float16, bfloat16 does not."""
+    """Return the rounding of the operands of g's products.
+
+    Those of float16 are made in float32: TF32 holds float16, bfloat16 does not.
+    """
     if g.dtype not in (torch.float32, torch.float16):
         return 0.0
     rounding = operand_rounding(g.device)
@@ -123,14 +126,14 @@ def _rounding_of(g: Tensor) -> float:
 
 
 def exact_path(path: str, g: Tensor) -> str:
-    """The path that was chosen in backward; `direct` where torch rounds operands by now, and did not when it was."""
+    """Return the path chosen in backward, or `direct` if torch has begun to round operands since."""
     if path not in (GRAM, RANK1):
         return path
     return DIRECT if _rounding_of(g) > (0.0 if path == GRAM else TF32_ROUNDING) else path
 
 
 def tiled_square(length: int, tile: int) -> int:
-    """T² for a Gram matrix whose lower half is made of whole tiles."""
+    """Return T² for a Gram matrix whose lower half is made of whole tiles."""
     side = min(tile, 64 * math.ceil(max(1, length) / 64))
     tiles = math.ceil(length / side)
     return tiles * (tiles + 1) * side**2
@@ -148,8 +151,11 @@ def path_costs(
     unfolded: Unfolded | None = None,
     normed: bool = False,
 ) -> dict[str, PathCost]:
-    """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
-    `unfolded`: x is made of a convolution's input. `normed`: norms come with the products that are kept."""
+    """Return the predicted cost of each path.
+
+    stored_itemsize: of per-sample gradients that are kept, if not `itemsize`. rounding: of float32 operands.
+    unfolded: x is made of a convolution's input. normed: norms come with the products that are kept.
+    """
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     gemm = products / rates.products
@@ -259,7 +265,7 @@ def _choices(
     runs_again: bool,
     in_tf32: bool,
 ) -> tuple[Decision, Decision, float]:
-    """The decision where there is room to keep, that where there is none, and how much room in bytes."""
+    """Return the decision with room to keep, the decision without, and the bytes of room that are needed."""
     choose = partial(
         choose_path,
         *x,
@@ -312,7 +318,7 @@ class PathRules:
         width_freed: int | None = None,
         normed: bool = False,
     ) -> Decision:
-        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
+        """Decide for a layer with x: (batch, length, d) and g: (batch, length, p). Give `p` if g has another shape."""
         rounding = _rounding_of(g)
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
@@ -334,12 +340,12 @@ class PathRules:
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def close(self) -> None:
-        """The micro-batch is closed: the next one's tensors may lie where its own did."""
+        """Close the micro-batch: tensors of the next one may have the same addresses."""
         self.budget.close()
         self.readers.clear()
 
     def of_lookup(self, batch: int, length: int) -> Decision:
-        """Of an embedding with ids: (batch, length)."""
+        """Decide for an embedding with ids: (batch, length)."""
         if self.forced is None and batch == 1 and not self.sharded:
             return LOOKUP_KEPT
         return LOOKUP_SORTED if self.forced == DIRECT or length > LONGEST_GRAM_LOOKUP else LOOKUP_COMPARED

@@ -38,7 +38,7 @@ class RowGroups:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is a sample."""
+        """True if each row is a sample."""
         return self.each == 1 and self._places is None
 
     def put_together(self, contribution: Contribution, rules: PathRules) -> Contribution:

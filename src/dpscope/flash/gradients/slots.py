@@ -29,7 +29,7 @@ class Slot:
         self.describe("", "not reached by a backward pass yet")
 
     def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
-        """For explain(): what was seen last, and what was decided of it."""
+        """Note what was seen last, and the decision, for explain()."""
         self.kind, self.shapes = kind, shapes
         self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
 
@@ -40,7 +40,7 @@ class Slot:
             held.append(contribution)
 
     def is_whole(self, parameter: nn.Parameter | None) -> bool:
-        """Whether it is the whole of which this slot's parameter is a shard."""
+        """Return True if `parameter` is the whole parameter, and this slot's is a shard of it."""
         return (
             is_sharded(self.parameter)
             and parameter is not None
@@ -50,6 +50,6 @@ class Slot:
         )
 
     def take(self) -> list[Contribution]:
-        """The contributions, which are no longer here afterwards."""
+        """Return the contributions and remove them from this slot."""
         taken, self.contributions = self.contributions, []
         return taken

@@ -24,7 +24,7 @@ _BITS_OF_TF32 = ~0x1FFF  # sign, exponent and ten bits of the fraction
 
 
 def operand_rounding(device: torch.device) -> float:
-    """The largest relative error of an operand as a float32 product on `device` takes it; 0 where none is rounded."""
+    """Return the largest relative error of an operand of a float32 product on `device`; 0 if none is rounded."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     chosen = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if chosen is not None:  # torch 2.9 and later; what was said in the old way is seen here, too
@@ -36,16 +36,16 @@ def operand_rounding(device: torch.device) -> float:
 
 
 def reads_tf32(device: torch.device) -> bool:
-    """Whether float32 products on `device` are of operands as TF32 holds them.
+    """Return True if float32 products on `device` read their operands as TF32.
 
-    CPUs and older GPUs may be allowed to round and do not, as a rule: their products are taken as they come.
+    CPUs and older GPUs may be allowed to round, and usually do not. Their products are used unchanged.
     """
     rounds = device.type == "cuda" and operand_rounding(device) == TF32_ROUNDING
     return rounds and torch.version.hip is None and capability(device_index(device)) >= (8, 0)
 
 
 def cudnn_in_tf32(device: torch.device, operator: str) -> bool:
-    """Whether cuDNN may take float32 operands as TF32 holds them, as it may by default. operator: "conv" or "rnn"."""
+    """Return True if cuDNN may read float32 operands as TF32, which is its default. operator: "conv" or "rnn"."""
     if device.type != "cuda" or torch.version.hip is not None or capability(device_index(device)) < (8, 0):
         return False
     chosen = getattr(getattr(torch.backends.cudnn, operator, None), "fp32_precision", None)
@@ -69,5 +69,5 @@ def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
 
 
 def truncated_to_tf32(tensor: Tensor) -> Tensor:
-    """A copy of a float32 tensor without the 13 bits that TF32 does not hold. inf and NaN stay what they are."""
+    """Copy a float32 tensor without the 13 bits that TF32 does not hold. inf and NaN are preserved."""
     return torch.bitwise_and(tensor.view(torch.int32), _BITS_OF_TF32).view(torch.float32)

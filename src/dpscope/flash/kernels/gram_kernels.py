@@ -117,7 +117,7 @@ def _gram_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one tile of one sample of one unit. partials: (3, units, B, tiles), see _store_sums."""
+    """Compute one tile of one sample of one unit per program. partials: (3, units, B, tiles), see _store_sums."""
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch
@@ -154,7 +154,7 @@ def _gram_ids_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As above with x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
+    """Do the same with x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch
@@ -198,7 +198,7 @@ def _wide_rows(segments, segment, sample, start, k, length, DTYPE: tl.constexpr,
 def _wide_gram(
     segments, first, count, sample, row, col, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """A tile of the Gram matrix in float64."""
+    """Compute a tile of the Gram matrix in float64."""
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float64)
     for segment in range(first, first + count):
         width = tl.load(segments + segment * 4 + 1).to(tl.int32)
@@ -211,7 +211,7 @@ def _wide_gram(
 
 @jit
 def _largest(segments, first, count, sample, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
-    """The largest |value| of a sample; NaN or inf where there is one."""
+    """Return the largest |value| of a sample; NaN or inf if it holds one."""
     peaks = tl.zeros((BLOCK, K), dtype=tl.float64)
     for segment in range(first, first + count):
         width = tl.load(segments + segment * 4 + 1).to(tl.int32)
@@ -235,9 +235,9 @@ def _gram_finish_kernel(
     BLOCK: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One program: one sample of one unit. sums: (3, units, B) of _store_sums; squares: (units, B), float64.
+    """Finish one sample of one unit per program. sums: (3, units, B) of _store_sums; squares: (units, B), float64.
 
-    X_DTYPE None: ids. What float32 has held is floored and stored. What it has not is computed anew.
+    X_DTYPE None: ids. Sums within float32's range are floored and stored. The others are computed again in float64.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

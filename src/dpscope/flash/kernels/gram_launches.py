@@ -30,7 +30,7 @@ class UnitTables(NamedTuple):
 def _tables_of(
     plans: Sequence[KindPlan], units: Sequence[GramUnit], pointers: Integers, device: torch.device
 ) -> list[UnitTables]:
-    """Those of all plans, in one copy."""
+    """Build the tables of all plans and copy them to the device at once."""
     rows: list[Integers] = []
     kept: list[list[Tensor]] = []
     for plan in plans:
@@ -60,7 +60,7 @@ def launch_gram(
     device: torch.device,
     tiles: GramTiles | None,
 ) -> list[Tensor]:
-    """One launch for units of one kind: (B,) float64 of each."""
+    """Launch once for the units of each kind. Return (B,) float64 for each kind."""
     tables = _tables_of(plans, units, pointers, device)
     return [
         _launch_kind(plan, units, of_kind, batch, device, tiles or choose_tiles(plan.kind, device))

@@ -35,7 +35,7 @@ position with ‖x_t‖² or ‖g_t‖² below SMALL is counted with the most th
 
 and a sample whose square is not finite, or not large beside lost², is computed once more in float64, which holds the
 squares of all float32 squares. The kernel for that runs after every launch and ends at once where there is nothing to
-do: nobody waits for the host to look.
+do, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _is_launched(kind: UnitKind, batch: int, device: torch.device, backend: Back
 
 
 def _arranged(units: Sequence[GramUnit], plans: list[KindPlan], device: torch.device) -> list[GramUnit] | None:
-    """The units with copies of tensors that kernels cannot read, or only slowly; None where there are none."""
+    """Copy tensors that kernels cannot read, or only slowly, and return the new units; None if no copy is needed."""
     arranged = list(units)
     for kind, members, *_ in plans:
         aligns = is_worth_aligning(kind, device)
@@ -108,7 +108,7 @@ def _arranged(units: Sequence[GramUnit], plans: list[KindPlan], device: torch.de
 
 
 def _with_rows(tensor: Tensor, aligns: bool) -> Tensor:
-    """The tensor, or a copy whose features lie side by side, in rows of whole words where `aligns`."""
+    """Return the tensor, or a copy with contiguous features, padded to rows of whole words if `aligns`."""
     if aligns:
         return tensor if rows_are_aligned(tensor) else with_aligned_rows(tensor)
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
@@ -152,7 +152,7 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
 
 
 def _gram_norms_torch(units: list[GramUnit]) -> Tensor:
-    """The same by torch: (B,) float64."""
+    """Compute the same with torch: (B,) float64."""
     rounded = operand_rounding(units[0].gs[0].device) > 0.0  # float32 operands would be: the norms are of exact ones
     if rounded or any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
         wide = [_floored(_sums_by_torch(unit, torch.float64), FLOOR_FLOAT64) for unit in units]
@@ -187,7 +187,7 @@ def _gram_strip(tensors: Sequence[Tensor], chosen: slice, start: int, stop: int,
 
 
 def _feature_chunks(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tensor itself, or slices along features small enough to be converted."""
+    """Yield the tensor itself, or slices along features that are small enough to convert."""
     if tensor.dtype == dtype:
         yield tensor
         return

@@ -15,8 +15,10 @@ from dpscope.flash.torch_side import dry_run
 
 @dataclass(frozen=True)
 class GramTiles:
-    """How a launch is cut. block_s is a multiple of block_t; `tma`: tiles come through tensor descriptors
-    where rows are aligned."""
+    """Tile sizes of a launch. block_s is a multiple of block_t.
+
+    `tma`: tiles are read through tensor descriptors if rows are aligned.
+    """
 
     block_t: int
     block_s: int
@@ -60,5 +62,5 @@ dry_run.forget_between(tile_table_of.cache_clear)
 
 
 def is_worth_aligning(kind: UnitKind, device: torch.device) -> bool:
-    """Every row is read T / block_t times: long samples pay for a copy that is read through the copy engine."""
+    """Return True if an aligned copy pays off: each row is read T / block_t times, by the copy engine if aligned."""
     return kind.served and not kind.aligned and kind.g_dtype.itemsize == 2 and kind.length >= 128 and is_hopper(device)

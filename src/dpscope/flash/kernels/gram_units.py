@@ -37,7 +37,7 @@ class GramUnit(NamedTuple):
 
 
 class UnitKind(NamedTuple):
-    """What units of one launch have in common. x_dtype: None for ids."""
+    """Properties that the units of one launch share. x_dtype: None for ids."""
 
     length: int
     x_dtype: torch.dtype | None
@@ -69,7 +69,7 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 def plan_units(units: Sequence[GramUnit], batch: int) -> tuple[tuple[KindPlan, ...], Integers]:
-    """The launches of units, and the pointers of all their tensors."""
+    """Plan the launches for these units. Return them with the pointers of all tensors."""
     tensors = [tensor for unit in units for side in (unit.xs, unit.gs) for tensor in side]
     pointers = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
     forms = tuple([(len(xs), len(gs), None if ids is None else ids.shape, *others) for gs, xs, ids, *others in units])
@@ -123,7 +123,7 @@ def _plan_kind(
 def _rows_of_unit(
     form: UnitForm, seen: list[tuple[torch.Size, tuple[int, ...], torch.dtype, int]], batch: int
 ) -> tuple[UnitKind, list[list[int]]]:
-    """The unit's kind and segments; checks the shapes."""
+    """Check the unit's shapes and return its kind and segments."""
     n_xs, n_gs, ids, _, in_tf32 = form
     if not n_gs or bool(n_xs) == (ids is not None):
         raise ValueError("a GramUnit needs gs and either xs or ids")

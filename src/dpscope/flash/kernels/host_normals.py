@@ -33,7 +33,7 @@ _COUNTS = BLOCK // 8  # of Philox's counter a block: four words of 64 bits are e
 
 
 def host_normals(first: int, count: int, seed: int, offset: int, pool: Executor | None) -> Tensor:
-    """The normals of blocks first, first + 1, …: (count · BLOCK,) float32. `pool`: threads for more than one block."""
+    """Return the normals of blocks first, first + 1, …: (count · BLOCK,) float32. `pool` serves more than one block."""
     values = np.empty((count, BLOCK), dtype=np.float32)
     fill = partial(_fill, np.array([seed % 2**64, offset % 2**64], dtype=np.uint64))
     list((map if pool is None or count == 1 else pool.map)(fill, range(first, first + count), values))

@@ -94,7 +94,7 @@ def kept_sums(
 
 
 def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """One factor a sample; that every tensor has as many samples is seen where launches are made of them."""
+    """Check that there is one factor a sample, by the first tensor; launches check that all have as many samples."""
     if factors.dim() != 1 or not factors.is_floating_point() or any(v.shape[0] != factors.shape[0] for v in values[:1]):
         raise ValueError(
             f"expected one floating-point factor a sample, got {tuple(factors.shape)} {factors.dtype} for "
@@ -133,7 +133,7 @@ def _sum(values: list[Tensor], factors: Tensor, outs: list[Tensor], add: bool, b
 
 
 def samples_at_once(factors: Tensor | None) -> int:
-    """Two kernels for batches of any size: one for a single sample, one for more."""
+    """Return how many samples are loaded together. There are two kernels: for a single sample, and for more."""
     return 1 if factors is None or len(factors) == 1 else SAMPLES_AT_ONCE
 
 
@@ -175,7 +175,7 @@ def _kept_sums_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one chunk of one parameter. rows: (tensors, 2) pointers to out and values."""
+    """Sum one chunk of one parameter per program. rows: (tensors, 2) pointers to out and values."""
     tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
     outs = pointer_at(rows + tensor * 2, O_DTYPE, ALIGNED)
@@ -203,7 +203,7 @@ def _kept_norms_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one chunk of one sample. rows: (tensors,) pointers to (B, size) values; partials: (B, chunks)."""
+    """Square a chunk of one sample per program. rows: (tensors,) pointers to (B, size); partials: (B, chunks)."""
     tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
     sample = (tl.program_id(0) // chunks).to(tl.int64)
@@ -267,7 +267,7 @@ def last_norms(values: Tensor) -> Tensor:
 
 
 def _rows(values: Sequence[Tensor], chosen: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
-    """The chosen tensors as rows (B, n), with their indices: the small ones side by side, the others on their own."""
+    """Yield the chosen tensors as rows (B, n), with their indices: small ones side by side, others on their own."""
     flat = {i: values[i].reshape(len(values[i]), values[i].shape[1:].numel()) for i in chosen}
     small = [i for i, rows in flat.items() if rows.shape[1] <= SMALL]
     if small:

@@ -56,7 +56,7 @@ def noise_values(
     first: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """z of the elements first, first+1, … under the key (seed, offset), float32. `first` is a multiple of four."""
+    """Return z of the elements first, first+1, … under the key (seed, offset), float32. `first`: a multiple of four."""
     if first % 4:
         raise ValueError(f"first must be a multiple of four, got {first}")
     values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
@@ -74,10 +74,10 @@ def add_noise_(
     starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
+    """Compute g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
 
-    starts: the number of each tensor's first element; None where the list is all there is. Tensors whose first element
-    is no multiple of four, as shards may have, are noised by torch.
+    starts: the number of each tensor's first element; None if the list is complete. torch adds the noise to tensors
+    whose first element is not a multiple of four, which shards may have.
     """
     _add(tensors, noise_starts(tensors) if starts is None else starts, std, scale, seed, offset, backend)
 
@@ -156,9 +156,9 @@ def _add_noise_kernel(
 
 
 def chunks(tensor: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-    """Views of `tensor` with the number of their first element; one view if its elements do not lie in order.
+    """Yield views of `tensor` with the number of their first element; one view if it is not contiguous.
 
-    start: the number of the tensor's first element. Views end where windows of the stream do.
+    start: the number of the tensor's first element. Views end at the windows of the stream.
     """
     if not tensor.is_contiguous():
         yield tensor, start
@@ -194,7 +194,7 @@ class HostStream:
         return ThreadPoolExecutor(count) if count > 1 else None
 
     def normals(self, start: int, like: Tensor) -> Tensor:
-        """One float32 normal for each element of `like`, the first of which has the number `start`."""
+        """Return one float32 normal for each element of `like`. Its first element has the number `start`."""
         if like.is_complex():
             raise ValueError("noise is real: give the real and the imaginary part as tensors of their own")
         count = like.numel()

@@ -56,7 +56,7 @@ def _box_muller(a, b):
 
 
 def normals(block: Tensor, seed: int, offset: int) -> Tensor:
-    """The four normals of each block, in order, float32."""
+    """Return the four normals of each block, in order, float32."""
     w0, w1, w2, w3 = _philox(block, seed, offset)
     w2, w3 = w2 ^ (offset & _WORD), w3 ^ ((offset >> 32) & _WORD)
     return torch.stack([*_box_muller_torch(w0, w1), *_box_muller_torch(w2, w3)], dim=1).view(-1)

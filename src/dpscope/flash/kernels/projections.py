@@ -56,7 +56,10 @@ def _projections_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one chunk of one sample. rows: (tensors,) pointers to (B, size) values; partials: (2, B, chunks)."""
+    """Project one chunk of one sample per program.
+
+    rows: (tensors,) pointers to (B, size) values; partials: (2, B, chunks).
+    """
     tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
     number = tl.load(extents + tensor * 2 + 1)

@@ -69,7 +69,7 @@ def _place(tile, rows, columns):
 
 @gluon.jit
 def _copy_steps(g_rows, x_rows, rings, barriers, grid, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """The producer: waits for a slot of the ring to be empty, and has the next step copied into it."""
+    """Produce: wait until a slot of the ring is empty, and copy the next step into it."""
     g_ring, x_ring = rings
     full, empty, _ = barriers
     tiles, rows, columns, steps = grid
@@ -120,7 +120,7 @@ def _multiply(
     v_rows, squares, rings, buffers, barriers, grid,
     HALF: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
-    """One half of every tile: multiplies what the producer brings, then rounds, squares and stores."""
+    """Consume one half of every tile: multiply the copied steps, then round, square and store."""
     g_ring, x_ring = rings
     full, empty, lead = barriers
     tiles, rows, columns, steps = grid
@@ -206,7 +206,7 @@ class _Rows(TensorDescriptor):
 
 @cache
 def _blocks(block_k: int) -> list[tuple[list[int], Any]]:
-    """What one copy moves of g, x and the values, and how it lies in shared memory."""
+    """Return the block that one copy moves of g, x and the values, and its layout in shared memory."""
     shapes = [1, block_k, _ROWS.value], [1, block_k, _COLUMNS.value], [1, _ROWS.value, _STORED.value]
     return [(shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)) for shape in shapes]
 

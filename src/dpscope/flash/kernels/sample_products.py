@@ -103,12 +103,12 @@ def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = Non
 
 
 def makes_norms(x: Tensor, g: Tensor) -> bool:
-    """Whether products of x and g come with their norms, as far as can be said before the first of them."""
+    """Return True if products of x and g are expected to come with their norms. The first product decides."""
     return not _faults and _has_wgmma(g.device) and _is_served(x, g)
 
 
 def _is_served(x: Tensor, g: Tensor) -> bool:
-    """Where d is a multiple of 8, the values' rows begin on 16-byte words as well."""
+    """Return True if the kernel serves x and g. If d is a multiple of 8, rows of values start on 16-byte words, too."""
     if g.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or g.dim() != 3 or x.dim() != 3 or g.device != x.device:
         return False
     (batch, length, p), (batch_of_x, length_of_x, d) = g.shape, x.shape
@@ -131,7 +131,7 @@ def _has_wgmma(device: torch.device) -> bool:
 
 @cache
 def has_gluon() -> bool:
-    """Whether Triton's Gluon is the one that the kernel is written in, or a later one."""
+    """Return True if Triton's Gluon is the version that the kernel was written for, or later."""
     if triton is None or INTERPRETED:
         return False
     return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= OLDEST_GLUON
@@ -147,7 +147,7 @@ def _launch(x: Tensor, g: Tensor, tiles: ProductTiles, programs: int | None = No
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
 def _like_launched(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """What a launch returns, for a dry run: tiles are of 128 rows and 256 columns, in two halves."""
+    """Return tensors like a launch's, for a dry run: tiles have 128 rows and 256 columns, in two halves."""
     (batch, _, p), d = g.shape, x.shape[2]
     parts = -(-p // 128) * -(-d // 256) * 2
     return g.new_empty((batch, p, d)), g.new_empty((batch, parts), dtype=torch.float64)
@@ -157,7 +157,7 @@ def _like_launched(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_right(device: torch.device, tiles: ProductTiles) -> bool:
-    """Whether the kernel's first product on this device is right. A CUDA graph's capture is no time to find out."""
+    """Check the kernel's first product on this device, outside of CUDA graph captures. Return True if it is right."""
     if dry_run.current() is not None:
         return True
     key = (device, tiles)
@@ -188,10 +188,10 @@ def _check(device: torch.device, tiles: ProductTiles) -> None:
 
 
 def _problem(device: torch.device, tiles: ProductTiles) -> str | None:
-    """What is wrong with a product of small integers, whose sums float32 holds exactly: rounded once, they are known.
+    """Describe the error of a product of small integers. float32 holds their sums, so the rounded values are known.
 
-    An odd T, rows and columns that fill no tile, and few programs, so that each has several tiles. The second sample is
-    so small that its squares leave float32's range.
+    T is odd, rows and columns fill no tile, and there are so few programs that each has several tiles. Squares of the
+    second sample are below float32's range.
     """
     batch, length, p, d = 2, 333, 392, 264
     g, x = (

@@ -89,17 +89,17 @@ def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[T
 def layer_norm_sums(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """(dgamma, dbeta), each (B, d), of a LayerNorm whose input was x and whose statistics were mean and rstd.
+    """Return (dgamma, dbeta), each (B, d), of a LayerNorm with input x and statistics mean and rstd.
 
-    These are of B·T elements, in whatever shape. Sums that need not be whole may be (B, stretches, d), which
-    `many_bias_sums` adds up.
+    The statistics have B·T elements, in any shape. Unless `whole`, sums may be (B, stretches, d); `many_bias_sums`
+    adds those up.
     """
     dgamma, dbeta = _sums(g, x, mean, rstd, whole, backend)
     return dgamma, dbeta
 
 
 def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto") -> Tensor:
-    """dgamma (B, d) of an RMSNorm whose input was x and whose reciprocal root mean square was rstd."""
+    """Return dgamma (B, d) of an RMSNorm with input x and reciprocal root mean square rstd."""
     return _sums(g, x, None, rstd, whole, backend)[0]
 
 
@@ -240,7 +240,7 @@ def _bias_sums_kernel(
 
 
 def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
-    """Of g of equal shapes, strides and dtypes, into (layers, B, p): a launch each, one table for all."""
+    """Sum g of equal shapes, strides and dtypes into (layers, B, p): a launch each, one table for all."""
     device = groups[0][1].device
     pointers = [list(map(Tensor.data_ptr, gs)) for gs, _ in groups]
     with launch_on(device):
@@ -285,7 +285,7 @@ def _torch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch
 
 
 def _traced(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """In a graph: the compiler makes one pass of it, and holds no temporary."""
+    """Compute the sums inside a graph. The compiler fuses them into one pass without a temporary."""
     normal = x.to(dtype) if mean is None else x.to(dtype) - mean.to(dtype).unsqueeze(-1)
     dgamma = (normal * rstd.to(dtype).unsqueeze(-1) * g.to(dtype)).sum(1)
     return (dgamma,) if mean is None else (dgamma, g.sum(1, dtype=dtype))

@@ -108,7 +108,7 @@ _WORTH_SHORTER_STEPS = 0.95  # of the steps' positions: shorter steps take 1 to 
 
 
 def default_tiles(length: int, d: int) -> SumTiles:
-    """The tile for samples of `length` positions and inputs of d features.
+    """Return the tile for samples of `length` positions and inputs of d features.
 
     Inputs of at most 128 features would leave half of the usual tile empty, or more: they get one of half the width. On
     an H200 that takes 15 to 48 % off for d ≤ 128; from d = 136 on the usual tile is faster (2026-11-15).
@@ -229,9 +229,9 @@ def _fresh(
 
 
 def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
-    """Where rows begin, and nothing else, keeps the kernel from serving the pair.
+    """Return True if only the alignment of rows keeps the kernel from serving the pair.
 
-    Widths that no 16-byte word divides; the gradient of logits that a loss took as (B, classes, T).
+    Examples: a width that is no multiple of a 16-byte word, and the gradient of logits in a (B, classes, T) loss.
     """
     if g.dim() != 3 or x.dim() != 3 or g.dtype != x.dtype or g.dtype not in _HALF:
         return False
@@ -243,7 +243,7 @@ def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
 def _sum_of_aligned(
     g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None, backend: Backend, tiles: SumTiles | None
 ) -> Tensor:
-    """The sum over copies with whole words in a row; what the zeros that were added give is cut off again."""
+    """Sum over copies that are padded with zeros to whole words in a row, and cut the padding off the result."""
     width = x.shape[2]
     if not rows_are_aligned(g):
         g = with_aligned_rows(g)[..., : g.shape[2]]
@@ -259,7 +259,7 @@ def _sum_of_aligned(
 
 @jit
 def _next_factor(scale, b, batch, min_scale, current):
-    """The factor of sample b + 1; `current` where that is skipped or does not exist."""
+    """Return the factor of sample b + 1, or `current` if that sample is skipped or does not exist."""
     factor = tl.load(scale + b + 1, mask=b + 1 < batch, other=0.0)
     return tl.where(tl.abs(factor) >= min_scale, factor, current)
 
@@ -324,7 +324,7 @@ def _scaled_sum_kernel(
     MAX_SAMPLES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: one BLOCK_M×BLOCK_N tile of one weight. table: (weights, 3) pointers to g, x and out."""
+    """Compute one BLOCK_M×BLOCK_N tile of one weight per program. table: (weights, 3) pointers to g, x and out."""
     pointers = table + (tl.program_id(0) // tiles_each) * 3
     m, n = _place(tl.program_id(0) % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
     # Descriptors give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for
@@ -350,7 +350,7 @@ def _scaled_sum_kernel(
 
 
 def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> None:
-    """A launch for each group and at most _MAX_SAMPLES samples; one table for all."""
+    """Launch once for each group and at most _MAX_SAMPLES samples, with one table for all."""
     device = groups[0].gs[0].device
     scale = scale.float().contiguous()
     provide_scratch(device)
@@ -389,7 +389,7 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
 
 
 def _described(groups: list[_SumGroup], scale: Tensor) -> Launch:
-    """What the launches of one call move together: the products that ordinary training makes for its weights."""
+    """Describe the traffic of one call's launches: the products that ordinary training makes for its weights."""
     added = [out for group in groups if group.add for out in group.outs]
     return Launch(
         name=_scaled_sum_kernel.__name__,
@@ -404,7 +404,7 @@ def _described(groups: list[_SumGroup], scale: Tensor) -> Launch:
 
 
 def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """A few samples at a time: scale the smaller operand, put zeros where a sample is skipped, multiply."""
+    """Take a few samples at a time: scale the smaller operand, zero skipped samples, multiply."""
     if g.shape[:2].numel() == 0:
         return out if accumulate else out.zero_()
     if _rounds_products(g, out.dtype):
@@ -435,14 +435,17 @@ def _positions_last(rows: Tensor) -> Tensor:
 
 
 def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rounded operands could exceed a sample's bound. With one position nothing cancels: the share is at most
-    (1 + rounding)² of what it should be, which for TF32 is less than the 1e-3 that is promised."""
+    """Return True if rounded operands could make a sample exceed its bound.
+
+    With one position nothing cancels: the share is at most (1 + rounding)² of the exact one. For TF32 that is within
+    the guaranteed 1e-3.
+    """
     rounding = operand_rounding(g.device) if dtype == torch.float32 else 0.0
     return rounding > (TF32_ROUNDING if g.shape[1] == 1 else 0.0)
 
 
 def _sum_products(g: Tensor, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
+    """Compute out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
     scale = scale.where(scale.abs() >= MIN_SCALE, 0.0)
     samples = max(1, PRODUCT_BYTES // max(1, out.nbytes))
     for first in range(0, g.shape[0], samples):

@@ -47,7 +47,7 @@ _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 def noise_starts(tensors: Sequence[Tensor], first: int = 0) -> list[int]:
-    """The number of each tensor's first element where they are numbered one after the other from `first` on."""
+    """Return the number of each tensor's first element, if elements are numbered consecutively from `first`."""
     return [first, *accumulate(map(noise_span, tensors), initial=first)][1 : len(tensors) + 1]
 
 
@@ -57,7 +57,7 @@ def noise_span(tensor: Tensor) -> int:
 
 
 def as_word(value: int) -> int:
-    """An integer modulo 2⁶⁴, as the signed number with those bits."""
+    """Return an integer modulo 2⁶⁴ as the signed number with the same bits."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -89,12 +89,12 @@ def list_launches(
     samples: int = 1,
     cut: Cut | None = None,
 ) -> tuple[list[ListLaunch], list[int]]:
-    """Launches for the tensors the kernels serve, and the indices of the others.
+    """Return launches for the tensors that the kernels serve, and the indices of the others.
 
-    `columns`: lists of equally many tensors, tensors of one index of equal shape and on one device; the parameters
-    first, then gradients and state. `stacked`: the column whose tensors hold such a tensor for each of `samples`, one
-    after the other. `starts`: the number of each tensor's first element. Tensors of equal dtypes and alignment share
-    a launch. Loops are over whole columns, because this runs on the host in every step.
+    `columns`: lists of equal length. Tensors of one index have the same shape and device. Parameters come first, then
+    gradients and state. `stacked`: the column with one such tensor for each of `samples`, one after the other.
+    `starts`: the number of each tensor's first element. Tensors of equal dtypes and alignment share a launch. Loops run
+    over whole columns, because this runs on the host in every step.
     """
     sizes, pointers, kinds = _read(columns, starts, stacked, samples)
     cut = cut or CUT
@@ -186,9 +186,9 @@ def _refuse_shapes(
 
 
 def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Sequence[int]) -> Kinds:
-    """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes).
+    """Group the indices by (device, 16-byte loads and stores are possible, elements are in order, dtypes).
 
-    A shard of a parameter may begin inside a block of four normals: to the kernels it does not lie in order.
+    A shard of a parameter may begin inside a block of four normals. The kernels treat it as not in order.
     """
     whole_blocks = (start % 4 == 0 for start in starts)
     in_order = map(all, zip(whole_blocks, *(map(Tensor.is_contiguous, column) for column in columns), strict=True))
@@ -216,7 +216,7 @@ dry_run.forget_between(_extents.cache_clear)
 
 @jit
 def pointer_at(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer out of the table."""
+    """Load a pointer from the table."""
     pointer = tl.load(entry).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -225,7 +225,7 @@ def pointer_at(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def size_at(entry, ALIGNED: tl.constexpr):
-    """A number of elements out of the table."""
+    """Load a number of elements from the table."""
     size = tl.load(entry)
     if ALIGNED:
         size = tl.multiple_of(size, 8)
@@ -234,7 +234,7 @@ def size_at(entry, ALIGNED: tl.constexpr):
 
 @jit
 def find_tensor(program, chunk_starts, n_tensors, steps, CHUNK: tl.constexpr):
-    """The tensor that the list's chunk number `program` is of, and its first element there."""
+    """Find the tensor of the list's chunk number `program`, and its first element there."""
     low = n_tensors * 0
     high = n_tensors
     for _ in range(steps):

@@ -84,7 +84,7 @@ class Launcher:
 
 
 def constant(value: Any) -> Any:
-    """A module's constant that kernels may read."""
+    """Make a constant of a module readable by kernels."""
     return value if tl is None else tl.constexpr(value)
 
 
@@ -93,7 +93,7 @@ _UPCAST = constant(INTERPRETED)
 
 @jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b, float32. The interpreter keeps bfloat16 as bare bits and would multiply those: widen first."""
+    """Return acc + a·b, float32. The interpreter keeps bfloat16 as bare bits, so operands are widened there first."""
     if _UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -112,24 +112,24 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """True where the bulk tensor copy engine and wgmma exist, and in the interpreter, which imitates both."""
+    """Return True if the bulk tensor copy engine and wgmma exist, and in the interpreter, which imitates both."""
     if not hasattr(tl, "make_tensor_descriptor") and dry_run.current() is None:
         return False
     return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
 
 
 def device_index(device: torch.device) -> int:
-    """The device's number; the current one where it carries none."""
+    """Return the device's number, or the current device's if it has none."""
     if dry_run.current() is not None:
         return device.index or 0
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def use_triton(backend: Backend, device: torch.device, *, served: bool, why_not: str = "") -> bool:
-    """Whether the Triton kernel takes this call. `served`: the kernel covers these dtypes and shapes.
+    """Return True if the Triton kernel takes this call. `served`: the kernel covers these dtypes and shapes.
 
-    `auto` takes the kernel on CUDA devices of compute capability 8.0 and above; `triton` also takes the interpreter,
-    and raises ValueError where the kernel cannot run.
+    `auto` takes the kernel on CUDA devices of compute capability 8.0 and above. `triton` also takes the interpreter,
+    and raises ValueError if the kernel cannot run.
     """
     if backend == "torch":
         return False

@@ -1,4 +1,4 @@
-"""What make_private is given, as users of Opacus write it: which models and arguments are taken, which are refused."""
+"""Arguments of make_private, as users of Opacus write them: supported ones, and refusals of the others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_arguments(
 
 
 def is_flash(grad_sample_mode: str) -> bool:
-    """Whether flash clipping is meant. Opacus's own default, passed explicitly, is: the sums are the same."""
+    """Return True if flash clipping is meant. Opacus's default, "hooks", means it too: the sums are the same."""
     if grad_sample_mode == FLASH:
         return True
     if grad_sample_mode == "hooks":
@@ -86,7 +86,7 @@ def is_flash(grad_sample_mode: str) -> bool:
 
 
 def as_number(value: Any) -> Any:
-    """A Python float of a number or of a numpy or torch scalar; anything else as it is."""
+    """Return a number, or a numpy or torch scalar, as a Python float; anything else unchanged."""
     is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     return float(value) if is_scalar else value
 

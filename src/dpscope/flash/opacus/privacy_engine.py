@@ -59,13 +59,13 @@ ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error",
 
 
 class FlashHooks:
-    """What make_private(wrap_model=False) returns beside the optimizer; the model itself is used as before."""
+    """Handle that make_private(wrap_model=False) returns beside the optimizer. The model is used as before."""
 
     def __init__(self, engine: FlashEngine) -> None:
         self.engine = engine
 
     def forbid_grad_accumulation(self) -> None:
-        """For Opacus's make_private, which calls it under Poisson sampling."""
+        """Allow one backward pass a step. Opacus's make_private calls this under Poisson sampling."""
         self.engine.state.forbid_accumulation()
 
     def cleanup(self) -> None:
@@ -293,7 +293,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
 
     def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
-        """The loader under the sampling that is asked for, with this rank's share of it."""
+        """Return the loader with the requested sampling, and this rank's share of it."""
         ranks = None if self._prepared is None else self._prepared.engine.ranks
         if ranks is None:
             return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
@@ -343,7 +343,7 @@ def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
 
 
 def _accept_opacus_names(module: nn.Module) -> RemovableHandle:
-    """From now on `module` loads a state_dict of Opacus's wrapper around it as well as its own."""
+    """Let `module` load a state_dict of Opacus's wrapper around it as well as its own."""
     hook: RemovableHandle = module.register_load_state_dict_pre_hook(_strip_prefix)  # type: ignore[no-untyped-call]
     return hook
 

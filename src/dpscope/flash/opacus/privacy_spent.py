@@ -104,7 +104,7 @@ def _as_steps(history: Sequence[Sequence[float]]) -> History:
 
 
 def _begins(whole: History, part: History) -> bool:
-    """Whether `part` is the beginning of `whole`; its last entry may have fewer steps."""
+    """Return True if `part` is the beginning of `whole`; its last entry may have fewer steps."""
     if not part:
         return True
     *first, (noise, rate, steps) = part

@@ -152,13 +152,13 @@ class DPFlashOptimizer(DPOptimizer):
         return True
 
     def _privatise(self) -> None:
-        """From what backward has left to the private gradient in `.grad`."""
+        """Turn the record of backward into the private gradient in `.grad`."""
         self.clip_and_accumulate()
         self.add_noise()
         self._account()
 
     def _begin(self) -> list[nn.Parameter]:
-        """Refuse a step that would not be private. Returns the parameters that are trained."""
+        """Refuse a step that would not be private. Return the parameters that are trained."""
         refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
@@ -183,7 +183,7 @@ class DPFlashOptimizer(DPOptimizer):
         return trained
 
     def _skips(self) -> bool:
-        """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
+        """Return True if the physical batch does not end its logical batch. Then add up its sums and keep them."""
         goes_on = self.engine.state.draw_goes_on
         skips = bool(self._check_skip_next_step() or goes_on)
         self._meet_ranks(skips)

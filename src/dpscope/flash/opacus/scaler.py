@@ -86,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def _note_overflows(self, optimizer: DPFlashOptimizer, state: dict[str, Any]) -> None:
-        """For torch's update(), which reads it there. Waits for no device."""
+        """Note overflows where torch's update() reads them. Wait for no device."""
         before, after = self._seen[id(optimizer)], optimizer.engine.nonfinite_samples
         scale = self._get_scale_async()
         assert scale is not None  # _state_of saw it

@@ -34,7 +34,7 @@ class IndexCode:
         return [batch + index for index in indices]
 
     def decode(self, codes: Sequence[int]) -> tuple[list[int], Rows]:
-        """The indices of the samples in a batch, and its rows."""
+        """Return the indices of the samples in a batch, and its rows."""
         batch, _ = divmod(codes[0], self.samples + 1)
         real = [index for code in codes if (index := code % (self.samples + 1)) != self.samples]
         return real, Rows(len(real), len(codes), batch // 2, bool(batch % 2))
@@ -51,7 +51,7 @@ class PaddingSampler(Sampler[list[int]]):
         self._draws = 0
 
     def __len__(self) -> int:
-        """The number of draws; one that is larger than the largest size is several batches."""
+        """Return the number of draws. A draw that is larger than the largest size becomes several batches."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -77,7 +77,7 @@ class PaddedSamples(WrappedDataset):
     """A data set that reads batches of encoded indices."""
 
     def __getitems__(self, codes: Sequence[int]) -> SampleList:
-        """What torch's loader calls with the indices of a batch."""
+        """Return the samples of a batch. torch's loader calls this with the batch's indices."""
         real, rows = IndexCode(len(self.dataset)).decode(codes)
         samples = SampleList(self.samples_at(real or [0]))
         samples.rows = rows
@@ -132,7 +132,7 @@ class PaddedLoader(DataLoader[Any]):
 
 
 def pad_loader(loader: DataLoader[Any], pad_batches: PadBatches, *, poisson: bool) -> PaddedLoader:
-    """The loader with batches of few sizes. Draws, and so accounting, are what they were."""
+    """Return the loader with batches of few sizes. The draws, and so the accounting, do not change."""
     dataset: Any = loader.dataset
     if isinstance(dataset, PresentSamples):
         dataset = dataset.dataset
@@ -146,7 +146,7 @@ def pad_loader(loader: DataLoader[Any], pad_batches: PadBatches, *, poisson: boo
 
 
 def unpadded(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader that a padded one was made of; any other as it is."""
+    """Return the loader that a padded one was made of; any other unchanged."""
     if not isinstance(loader, PaddedLoader):
         return loader
     dataset, sampler, collate = loader.dataset, loader.batch_sampler, loader.collate_fn

@@ -1,4 +1,4 @@
-"""Which functions of torch leave every row of a tensor where it is."""
+"""Functions of torch that leave every row of a tensor in its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _elementwise(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _has_other_rows(x: Tensor, value: Any) -> bool:
-    """Whether an operand has a row for each row of x and does not know them: they may be x's own, moved."""
+    """Return True if an operand has as many rows as x and no marks: they may be x's own rows, moved."""
     if isinstance(value, Tensor):
         # `_rows`, for `rows` is gone after a write in place; one that was gone before has been noticed by now.
         return getattr(value, "_rows", None) is None and value.dim() >= x.dim() and value.shape[0] == x.shape[0] > 1

@@ -72,7 +72,7 @@ class PaddedTensor(Tensor):
 
 
 def _version_of(tensor: Tensor) -> int:
-    """Counts the writes into a tensor's memory, by whatever name for it; views have it in common."""
+    """Return the number of writes into a tensor's memory. Views share it."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if tensor.is_inference() else tensor._version
 
@@ -84,7 +84,7 @@ def _mark(tensor: Tensor, rows: Rows | None) -> PaddedTensor:
 
 
 def _marked(result: Any, args: tuple[Any, ...], rows: Rows | None) -> Any:
-    """The result of a function that keeps rows."""
+    """Mark the result of a function that keeps rows."""
     if isinstance(result, (tuple, list)):
         return type(result)(_mark(each, rows) for each in result)
     if isinstance(result, Tensor):
@@ -117,7 +117,7 @@ def _padded_in(value: Any) -> list[PaddedTensor]:
 
 
 def mark_batch(batch: BatchLike, rows: Rows) -> BatchLike:
-    """The batch, with tensors that know its rows: all that have `rows.size` of them."""
+    """Return the batch with marks on all tensors that have `rows.size` rows."""
     marked = 0
 
     def mark(leaf: Leaf) -> Leaf:
@@ -137,9 +137,9 @@ def mark_batch(batch: BatchLike, rows: Rows) -> BatchLike:
 
 
 def rows_in(value: Any) -> Rows | None:
-    """What the tensors of a batch, or of a call, know of its rows; None where they know nothing.
+    """Return the marks of the tensors in a batch or call; None if no tensor is marked.
 
-    Raises UserError where they are of different batches.
+    Raise UserError if they belong to different batches.
     """
     found = {leaf.rows for leaf in leaves_in(value) if isinstance(leaf, PaddedTensor)} - {None}
     if len(found) > 1:
@@ -152,13 +152,13 @@ def rows_in(value: Any) -> Rows | None:
 
 
 def without_marks(value: BatchLike) -> BatchLike:
-    """The same with plain tensors."""
+    """Return the same with plain tensors."""
     plain: BatchLike = replace_leaves(value, lambda leaf: _plain(leaf) if isinstance(leaf, PaddedTensor) else leaf)
     return plain
 
 
 def has_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call was given a tensor that knows its rows, wherever it is."""
+    """Return True if an argument of the call is, or contains, a marked tensor."""
     given = (*args, *kwargs.values())
     if all(type(each) is Tensor for each in given):  # as in most calls: every step of every model comes here
         return False
@@ -201,7 +201,7 @@ def pad_batch(batch: BatchLike, size: int) -> BatchLike:
 
 
 def pad_leaves(batch: BatchLike, leaves: Iterable[Leaf], rows: Rows) -> BatchLike:
-    """The batch with these of its leaves filled up: `rows.real` of their rows, then copies of their first row."""
+    """Pad these leaves of the batch: the first `rows.real` of their rows, then copies of their first row."""
     chosen = {id(leaf) for leaf in leaves}
     index = torch.cat([torch.arange(rows.real), torch.zeros(rows.size - rows.real, dtype=torch.long)])
 
@@ -233,7 +233,7 @@ class PaddingCount:
 
     @property
     def share(self) -> float:
-        """Of all rows, those that were padding; 0 where there were none."""
+        """Share of padding among all rows; 0 if there were none."""
         return self.padded / self.rows if self.rows else 0.0
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Which sizes batches are padded to: those of least expected cost, from the exact distribution of the draws.
+"""Sizes that batches are padded to: those of least expected cost, from the exact distribution of the draws.
 
-A draw becomes one batch, of the smallest size that holds it, or two where it is larger than the largest size: a main
+A draw becomes one batch, of the smallest size that holds it, or two if it is larger than the largest size: a main
 size and the *remainder* size. With remainder r and main sizes s_1 < … < s_k, s_1 + r ≥ s_k, draws are in intervals
 
     [0, r] → r    (r, s_1] → s_1    (s_i, s_i+1] → s_i+1    (s_k, s_1 + r] → s_1 + r    (s_i + r, s_i+1 + r] → s_i+1 + r
@@ -41,7 +41,7 @@ class Sizes:
         self.expected_share = None if masses is None else self._share(masses)
 
     def cut(self, count: int) -> list[int]:
-        """The sizes of the batches that `count` samples become: one at least."""
+        """Return the sizes of the batches for `count` samples: at least one."""
         largest = self.sizes[-1]
         full = max(0, count // largest - 2)  # what is cut in other ways is bounded
         return [largest] * full + self._cut(max(1, count - full * largest))
@@ -59,11 +59,11 @@ class Sizes:
         return cuts
 
     def cut_with(self, size: int, count: int) -> list[int]:
-        """The same, with one batch of `size` among them."""
+        """Return the same, with one batch of `size` among them."""
         return [size] if count <= size else [size, *self.cut(count - size)]
 
     def _share(self, masses: Masses) -> float:
-        """Of all rows, those that are expected to be padding."""
+        """Return the expected share of padding among all rows."""
         counts = np.arange(len(masses))
         rows = float(masses @ np.array([sum(self.cut(int(n))) for n in counts], dtype=np.float64))
         return 1.0 - float(masses @ counts) / rows
@@ -96,7 +96,7 @@ def given_sizes(sizes: int | Iterable[int]) -> Sizes:
 
 
 def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
-    """The sizes for Poisson draws from `samples` samples, of which each of `ranks` processes has its share."""
+    """Return the sizes for Poisson draws from `samples` samples, shared by `ranks` processes."""
     masses = binomial(samples, sample_rate)
     if ranks > 1:  # the longest share of n samples is ceil(n / ranks)
         shares = -(-np.arange(len(masses)) // ranks)
@@ -125,7 +125,7 @@ def binomial(samples: int, rate: float) -> Masses:
 
 
 def _cheapest(masses: Masses) -> tuple[int, ...]:
-    """The sizes of least expected rows + BATCH_COST for a second batch."""
+    """Return the sizes of least expected cost: rows + BATCH_COST for a second batch."""
     counts = np.arange(len(masses))
     mean = float(masses @ counts)
     spread = math.sqrt(max(0.0, float(masses @ counts**2) - mean**2))
@@ -142,7 +142,7 @@ def _cheapest(masses: Masses) -> tuple[int, ...]:
 def _cheapest_with(
     remainder: int, grid: npt.NDArray[np.int_], below: Masses, batch_cost: float
 ) -> tuple[float, tuple[int, ...]]:
-    """The least cost with this remainder size, and the sizes: of `grid`, but for the remainder."""
+    """Return the least cost with this remainder size, and the sizes. All but the remainder are taken from `grid`."""
     single, pair = below[grid], below[grid + remainder]
     # first[s] + Σ step[a, b] + last[s_1, s_k]; a step from a size to itself is one that is left out
     first = remainder * below[remainder] + grid * np.maximum(0.0, single - below[remainder])

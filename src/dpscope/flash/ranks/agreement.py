@@ -1,6 +1,6 @@
-"""What ranks tell one another beside gradients: refusals, what each is about to do, the step's key.
+"""Messages between ranks besides gradients: refusals, the operation that each is about to do, the step's key.
 
-It goes through the host (gloo), a few bytes at a time, so that no rank waits for its device.
+They go through the host (gloo), a few bytes at a time, so that no rank waits for its device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LostRank(UserError):
 
 @contextmanager
 def naming_lost_ranks(doing: str) -> Iterator[None]:
-    """An error of a collective, inside, becomes a sentence."""
+    """Turn an error of a collective inside into a sentence that says what the rank was doing."""
     try:
         yield
     except RuntimeError as error:
@@ -51,13 +51,13 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
 
 
 def told(error: Exception) -> Exception:
-    """Marks an error that every rank raises."""
+    """Mark an error that every rank raises."""
     error.dpscope_told = True  # type: ignore[attr-defined]
     return error
 
 
 def _is_told(error: BaseException | None) -> bool:
-    """Whether it is such an error, or was raised in place of one."""
+    """Return True if the error is marked so, or was raised while such an error was handled."""
     return error is not None and (getattr(error, "dpscope_told", False) or _is_told(error.__context__))
 
 
@@ -74,7 +74,7 @@ class Control:
         self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
     def gather(self, value: Any, failure: str | None = None) -> list[Any]:
-        """The value of every rank. Raises UserError where one of the others reports a failure instead."""
+        """Return the value of every rank. Raise UserError if another rank reports a failure instead."""
         self.meet({WHAT: "compare models and settings (make_private)"})
         return self._gather(value, failure)
 
@@ -118,7 +118,7 @@ class Control:
         return math.fsum(self._gather(value))
 
     def agree(self, what: str, facts: Sequence[str]) -> None:
-        """Raises UserError on all ranks where `facts` are not the same on all of them."""
+        """Raise UserError on all ranks if `facts` differ between them."""
         everyone = self.gather(tuple(facts))
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
@@ -130,7 +130,7 @@ class Control:
 
     @contextmanager
     def refusing_together(self) -> Iterator[None]:
-        """An error inside, on any rank, is raised on all of them."""
+        """Raise an error inside, on any rank, on all of them."""
         try:
             yield
         except Exception as error:
@@ -145,7 +145,7 @@ _controls: dict[Any, Control] = {}  # by default process group: there is one at 
 
 
 def control() -> Control:
-    """The control group of the default process group. The first call is to be made on all ranks at once."""
+    """Return the control group of the default process group. All ranks have to make the first call together."""
     world = dist.group.WORLD
     if world not in _controls:
         _controls.clear()
@@ -154,7 +154,7 @@ def control() -> Control:
 
 
 def _timeout() -> timedelta | None:
-    """The timeout that the default process group was given; None for torch's own."""
+    """Return the timeout of the default process group; None for torch's default."""
     try:
         backend: Any = dist.group.WORLD._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))  # type: ignore[union-attr]
         timeout: timedelta = backend.options._timeout
@@ -164,7 +164,7 @@ def _timeout() -> timedelta | None:
 
 
 def _difference(everyone: Sequence[RankFacts]) -> str:
-    """The first difference between the facts of rank 0 and those of another rank, as a sentence."""
+    """Describe the first difference between the facts of rank 0 and those of another rank."""
     first = everyone[0]
     rank, other = next((rank, facts) for rank, facts in enumerate(everyone) if repr(facts) != repr(first))
     if first[WHAT] != other[WHAT]:

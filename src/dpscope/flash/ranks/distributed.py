@@ -18,7 +18,7 @@ def is_initialised() -> bool:
 
 
 def refuse_several_processes() -> None:
-    """Raises UserError if torch.distributed runs more than one process: each would add noise to a model of its own."""
+    """Raise UserError if torch.distributed runs more than one process: each would add noise to its own model."""
     if not is_initialised():
         return
     processes = torch.distributed.get_world_size()
@@ -30,7 +30,7 @@ def refuse_several_processes() -> None:
 
 
 def refuse_ddp_forward() -> None:
-    """Raises UserError inside the forward of torch's DistributedDataParallel, wrapped around a private model."""
+    """Raise UserError inside the forward of a DistributedDataParallel that wraps a private model."""
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UserError(
             "the private model is inside DistributedDataParallel, which exchanges gradients that were not clipped; "

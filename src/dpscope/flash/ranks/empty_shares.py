@@ -16,7 +16,7 @@ ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
 def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall | None:
-    """The call with one sample of zeros where it has none; None where no tensor in it could hold one."""
+    """Return the call with one sample of zeros if it has no samples; None if no tensor in it could hold one."""
     if not any(_is_empty(leaf) for leaf in leaves_in((args, kwargs))):
         return None
     call: ModelCall = replace_leaves((args, kwargs), _with_one_row)
@@ -24,7 +24,7 @@ def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall |
 
 
 def without_rows(output: Any) -> Any:
-    """What the model gave for the made-up sample, as it would be for none."""
+    """Remove the made-up sample from the model's output."""
     return replace_leaves(output, _without_row)
 
 

@@ -33,12 +33,12 @@ SHARDED_BLOCKS = (
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Of the module's class and all its bases; FSDP2 gives a module a class that inherits from FSDPModule."""
+    """Return the names of the module's class and its bases. FSDP2 adds FSDPModule to a module's bases."""
     return {cls.__name__ for cls in type(module).__mro__}
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on the module."""
+    """Return True if `fully_shard` was called on the module."""
     return "FSDPModule" in class_names(module)
 
 
@@ -51,7 +51,7 @@ class Layout:
     mesh: Any  # DeviceMesh, or None where parameters are whole on every rank
 
     def describe(self) -> tuple[str, ...]:
-        """What has to be the same on all ranks."""
+        """Return the facts that have to be the same on all ranks."""
         kind = "DDP" if self.mesh is None else f"{'HSDP' if self.mesh.ndim == 2 else 'FSDP2'} {tuple(self.mesh.shape)}"
         parameters = (
             f"{name} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
@@ -61,7 +61,7 @@ class Layout:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether the model is one that `layout_of` may give a layout of."""
+    """Return True if the model is spread over processes, so that `layout_of` may return its layout."""
     return (
         bool(class_names(model).intersection(_REPLICATED))
         or any(is_fsdp(module) for module in model.modules())
@@ -75,7 +75,7 @@ def require_initialised() -> None:
 
 
 def layout_of(model: nn.Module) -> Layout | None:
-    """How the model is spread; None for one that is whole in one process. Raises UserError for what is refused."""
+    """Return how the model is spread; None if one process has all of it. Raise UserError for unsupported ways."""
     _refuse_wrappers(model)
     _refuse_devices(model)
     wrapper = model if class_names(model).intersection(_REPLICATED) else None
@@ -110,7 +110,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _refuse_devices(model: nn.Module) -> None:
-    """A sample's norm is added up, and its factor applied, on one device."""
+    """Refuse models on several devices: a sample's norm is added up, and its factor applied, on one device."""
     homes: dict[str, str] = {}  # device -> the first trained parameter there
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -125,7 +125,7 @@ def _refuse_devices(model: nn.Module) -> None:
 
 
 def blocks(module: nn.Module, block: nn.Module | None = None) -> Iterator[tuple[nn.Parameter, nn.Module | None]]:
-    """Each parameter with the innermost module around it that was given to `fully_shard`, if there is one."""
+    """Yield each parameter with the innermost module around it that was given to `fully_shard`, if there is one."""
     block = module if is_fsdp(module) else block
     for parameter in module._parameters.values():
         if parameter is not None:
@@ -171,7 +171,7 @@ def _check_ddp(wrapper: nn.Module) -> None:
 
 
 def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
-    """The mesh of all sharded parameters; refuses meshes and placements other than those of FSDP2 and HSDP."""
+    """Return the mesh of all sharded parameters. Refuse meshes and placements other than those of FSDP2 and HSDP."""
     mesh: Any = None
     for name, parameter in sharded:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]

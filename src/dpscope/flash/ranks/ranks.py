@@ -50,9 +50,9 @@ class Ranks:
         return self.layout.module
 
     def agree_on(self, optimizer: Optimizer) -> None:
-        """Raises UserError on all ranks where their optimizers would not do the same.
+        """Raise UserError on all ranks if their optimizers differ.
 
-        The order of parameters counts: sums travel, and elements are numbered for noise, in it.
+        The order of parameters counts, because sums travel and noise numbers elements in that order.
         """
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         facts = [type(optimizer).__name__]
@@ -65,7 +65,7 @@ class Ranks:
     # -- before anything travels: is every rank about to do the same? --------------------------------------------------
 
     def watch_forwards(self) -> list[RemovableHandle]:
-        """From now on all ranks begin a forward pass of a sharded model together: it needs weights of the others."""
+        """Make all ranks begin each forward pass of a sharded model together: it needs the weights of the others."""
         if self.layout.mesh is None:
             return []
 
@@ -103,7 +103,7 @@ class Ranks:
     # -- forward passes ------------------------------------------------------------------------------------------------
 
     def taps(self) -> list[InstanceMethod]:
-        """What stands in for the wrapper's forward."""
+        """Return the method that replaces the wrapper's forward."""
         wrapper = self.layout.wrapper
         return [WrapperTap(wrapper)] if isinstance(wrapper, DistributedDataParallel) else []
 
@@ -119,7 +119,7 @@ class Ranks:
 
 
 def _settings(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Settings of the parameter groups, tensors as their values; what is no number or word says nothing here."""
+    """Yield the plain settings of the parameter groups (numbers and words), tensors as their values."""
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name != "params" and isinstance(value := _plain(value), (int, float, str, tuple, type(None))):
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value_digests(layout: Layout) -> dict[tuple[str, int], int]:
-    """By (parameter, shard): the sum of its bits, which does not depend on their order."""
+    """Return the sum of the bits of each (parameter, shard). It does not depend on their order."""
     found: dict[tuple[str, int], Tensor] = {}
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for name, parameter in layout.module.named_parameters():
@@ -146,7 +146,7 @@ def _value_digests(layout: Layout) -> dict[tuple[str, int], int]:
 
 
 def _agree_on_values(link: Control, layout: Layout) -> None:
-    """Raises UserError on all ranks where two of them hold different values of what should be the same."""
+    """Raise UserError on all ranks if two of them hold different values of the same parameter or shard."""
     seen: dict[tuple[str, int], tuple[int, int]] = {}  # rank and digest
     if link.alone:
         return
@@ -164,9 +164,9 @@ def _agree_on_values(link: Control, layout: Layout) -> None:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes over which the model is spread; None for one that is whole in this one.
+    """Return the processes over which the model is spread; None if this process has all of it.
 
-    Raises UserError, on all ranks, where it is spread in a way that cannot be trained, or not equally on all ranks.
+    Raise UserError on all ranks if the layout cannot be trained, or differs between ranks.
     """
     if not is_spread(model):
         layout_of(model)  # refuses what no process group is needed to refuse
@@ -183,7 +183,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
-    """An error inside, on any rank over which the model is spread, is raised on all of them."""
+    """Raise an error inside, on any rank over which the model is spread, on all of them."""
     return control().refusing_together() if is_spread(model) and is_initialised() else nullcontext()
 
 

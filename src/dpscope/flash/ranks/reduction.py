@@ -1,8 +1,8 @@
-"""Adding clipped sums up over ranks: Σ over ranks of Σ_b c_b v_b, in float32, a block of the model at a time.
+"""Reduction of clipped sums over ranks: Σ over ranks of Σ_b c_b v_b, in float32, one block of the model at a time.
 
-Sharded parameters (FSDP2): one reduce-scatter a block, of which each rank keeps its shard; with replicas (HSDP) the
+Sharded parameters (FSDP2): one reduce-scatter a block, after which each rank has its shard; with replicas (HSDP) the
 shards are then added up over them. Whole parameters (DDP): all-reduce, in buckets. All ranks go through the same blocks
-in the same order, whatever their own batch was. A block is on its way while the sums of the next are made, so at most
+in the same order, whatever their own batch was. A block is reduced while the sums of the next are computed, so at most
 two blocks of the gradient are unsharded at a time.
 """
 
@@ -39,7 +39,7 @@ class Bucket(NamedTuple):
 
 
 class Reduction:
-    """Of the clipped sums of a model that is spread as `layout` says."""
+    """Reduction of the clipped sums of a model that is spread as `layout` says."""
 
     def __init__(self, layout: Layout) -> None:
         self._blocks = dict(blocks(layout.module))
@@ -49,7 +49,7 @@ class Reduction:
         self._world = getattr(layout.wrapper, "process_group", None)  # None: the default group
 
     def buckets(self, parameters: Collection[nn.Parameter]) -> list[Bucket]:
-        """Of these parameters, in the order in which they travel: last blocks first, as backward ends with them."""
+        """Group the parameters into buckets, in the order of travel: last blocks first, as backward reaches them."""
         found: list[Bucket] = []
         open_for: dict[object, tuple[Bucket, int]] = {}
         for parameter in reversed(list(parameters)):

@@ -41,7 +41,7 @@ class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[mis
             yield share_of(drawn.nonzero().flatten().tolist(), self.control.rank, self.control.size)
 
     def _common_generator(self) -> torch.Generator:
-        """A generator that stands where rank 0's does, on every rank."""
+        """Return a generator with the state of rank 0's, on every rank."""
         if self.generator is None:
             seed = self.control.broadcast_(torch.randint(2**63 - 1, (1,)))
             return torch.Generator().manual_seed(int(seed))
@@ -51,7 +51,7 @@ class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[mis
 
 
 def share_of(drawn: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """What one of several ranks has of a batch; as long on all ranks."""
+    """Return one rank's share of a batch. Shares have the same length on all ranks."""
     share = list(drawn[rank::ranks])
     return share + [ABSENT_SAMPLE] * (-(-len(drawn) // ranks) - len(share))
 
@@ -60,7 +60,7 @@ class PresentSamples(WrappedDataset):
     """A data set that leaves out absent samples where a batch is read."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """What torch's loader calls with the indices of a batch."""
+        """Return the present samples of a batch. torch's loader calls this with the batch's indices."""
         return self.samples_at([index for index in indices if index != ABSENT_SAMPLE])
 
 
@@ -76,7 +76,7 @@ class ShareLoader(DataLoader[Any]):
 
 
 def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]:
-    """The share of this rank in the batches of `loader`, a Poisson loader of Opacus over the whole data set."""
+    """Return this rank's share of the batches of `loader`, a Poisson loader of Opacus over the whole data set."""
     sampler: Any = loader.batch_sampler
     generator = sampler.generator
     if generator is not None and generator.device.type != "cpu":

@@ -1,9 +1,9 @@
 """Forward passes of a sharded model without its weights, for rehearsals.
 
-A rehearsal asks which rows of which layer belong to which sample, and how often it runs forward depends on the rank's
-own batch: collectives in it would wait for ranks that do not rehearse. So the hooks of FSDP2 are taken off meanwhile,
-and parameters of the same shapes stand in for the sharded ones. Their values are pseudo-random, and overlap in memory:
-row i + 1 is row i moved on by a few elements.
+A rehearsal finds the rows of each layer that belong to each sample. How often it runs forward depends on the rank's own
+batch, so a collective in it would wait for ranks that do not rehearse. The hooks of FSDP2 are therefore removed
+meanwhile, and parameters of the same shapes replace the sharded ones. Their values are pseudo-random, and overlap in
+memory: row i + 1 is row i moved on by a few elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP = 7  # elements between the beginnings of two rows
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape, of about 1/√fan-in where it is a matrix and about 1 where it is a vector."""
+    """Return a pseudo-random tensor of that shape: a matrix of about 1/√fan-in, a vector of about 1."""
     width = shape[1:].numel()
     index = torch.arange(_STEP * max(0, shape[0] - 1) + width, dtype=torch.float64) if shape else torch.zeros(1)
     values = ((index + 1) * 12.9898).sin().mul(43758.5453).frac()

@@ -23,7 +23,7 @@ def local_sums(
     *,
     factored: bool,
 ) -> Iterator[SumBatch]:
-    """Every trainable parameter once; `of_blocks` were made already, for checkpointed blocks ran again."""
+    """Yield the sum of every trainable parameter once. `of_blocks`: sums made earlier, when blocks were recomputed."""
     done = {id(parameter) for parameter in (*micro.parameters, *of_blocks.parameters)}
     if of_blocks.parameters:
         yield of_blocks
@@ -56,7 +56,7 @@ def reduced_sums(
     device: str,
     into: RunningSum | None,
 ) -> Iterator[SumBatch]:
-    """The sums over all ranks, of which this one gets its own part of each parameter."""
+    """Yield the sums over all ranks. Each rank gets its own part of each parameter."""
     held = dict(zip(of_blocks.parameters, of_blocks.tensors, strict=True))
     del of_blocks
 

@@ -85,7 +85,7 @@ class MicroBatch:
         self._rounding = operand_rounding(device)
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
-        """The clipped sums: see `sum_parts`."""
+        """Yield the clipped sums: see `sum_parts`."""
         if group_bytes is None:
             group_bytes = self._group_bytes(factored)
         for scale, parameters, parts in self._by_group(self.parameters, self._parts, self._groups):
@@ -101,7 +101,7 @@ class MicroBatch:
     def _by_group(
         self, parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], groups: list[int]
     ) -> Iterator[tuple[Tensor, list[nn.Parameter], list[tuple[Contribution, ...]]]]:
-        """The scale, parameters and parts of each group of the clipping rule; what is handed out is let go here."""
+        """Yield the scale, parameters and parts of each group of the clipping rule, and release them here."""
         scales = self.clipping.scale
         if len(scales) == 1:
             yield scales[0], parameters, parts
@@ -114,7 +114,7 @@ class MicroBatch:
             yield scales[group], [parameters[at] for at in places], chosen
 
     def _refuse_other_rounding(self) -> None:
-        """Sums are of products as norms were: other ones may exceed the bound."""
+        """Refuse another rounding of products than that of the norms: sums of such products may exceed the bound."""
         if operand_rounding(self.clipping.scale.device) != self._rounding:
             raise UserError(
                 "the precision of float32 products (torch.set_float32_matmul_precision, allow_tf32) was changed "
@@ -122,7 +122,7 @@ class MicroBatch:
             )
 
     def _group_bytes(self, factored: bool) -> int:
-        """How much is summed at once: per-sample gradients that are kept come first, and leave others their memory."""
+        """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
         if any(isinstance(part, Saved) and part.copied for part in alone):
             return GROUP_BYTES_OF_COPIES
@@ -137,7 +137,7 @@ class MicroBatch:
         return {parameter: index for index, parameter in enumerate(self.parameters)}
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The clipped sums of these parameters, where backward has reached them; what they were made of is let go."""
+        """Return the clipped sums of those parameters that backward has reached, and release their contributions."""
         places = [self._index[parameter] for parameter in parameters if parameter in self._index]
         chosen = [self.parameters[at] for at in places]
         parts = [self._parts[at] for at in places]
@@ -153,7 +153,7 @@ class MicroBatch:
     def sums_of_others(
         self, slots: Sequence[Slot], parts: list[tuple[Contribution, ...]], into: RunningSum | None
     ) -> Iterator[SumBatch]:
-        """The clipped sums of parameters whose norms were given: their contributions were made again."""
+        """Yield the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
         for scale, some, of_them in self._by_group([slot.parameter for slot in slots], parts, groups):
             yield from sum_parts(some, of_them, scale, into=into)
@@ -168,11 +168,11 @@ def sum_parts(
     factored: bool = False,
     group_bytes: int = GROUP_BYTES,
 ) -> Iterator[SumBatch]:
-    """The clipped sums, every parameter once. What a batch was made of is taken from `parts` before it is handed out.
+    """Yield the clipped sums, every parameter once. A batch's parts are taken from `parts` before it is yielded.
 
-    `factored`: per-sample gradients that are kept come as they are, with the factors, so that a fused update may sum
-    them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as
-    they were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
+    `factored`: kept per-sample gradients are yielded unchanged, with the factors, so that a fused update may sum them
+    in its own pass. `into`: running sums, to which the sums are added. Sums keep the dtype that they were accumulated
+    in, so that noise is added before they are rounded to a half-precision parameter's dtype.
     """
     for group in _groups(parameters, parts, group_bytes):
         chosen = [parameters[index] for index in group]
@@ -190,7 +190,7 @@ def sum_parts(
 
 
 def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
-    """All uses of one parameter."""
+    """Combine all uses of one parameter."""
     uses = len(contributions)
     parts = combine(contributions, slot.parameter.dtype, rules)
     describe_combined(slot, parts, uses)
@@ -248,7 +248,7 @@ def _sum_group(
 
 
 def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
-    """The number of samples, which all contributions share; none of them was changed since."""
+    """Return the number of samples, which all contributions share. Check that no contribution was changed since."""
     sizes = {squared.shape[1] for squared in normed}
     for slot, contributions in recorded:
         if slot.parameter.dtype.is_complex:

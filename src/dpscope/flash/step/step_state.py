@@ -122,34 +122,36 @@ class StepState:
 
     @property
     def rows(self) -> Rows | None:
-        """Which rows of the micro-batch are samples, if its batch was padded."""
+        """Rows of the micro-batch that are samples, if its batch was padded."""
         return self._rows
 
     @property
     def draw_goes_on(self) -> bool:
-        """Whether the draw that the last backward pass was of has parts that are still to come."""
+        """True if the draw of the last backward pass has parts that are still to come."""
         rows = self._rows if self.recorded else self._last_rows
         return rows is not None and rows.more
 
     def leaves_out_rest(self, rows: Rows | None) -> bool:
-        """Whether the sums hold a part of a draw, and a batch with these rows is of another one."""
+        """Return True if the sums hold a part of a draw, and a batch with these rows belongs to another one."""
         last = self._last_rows
         return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
 
     @property
     def generation(self) -> int:
-        """Counts micro-batches that were closed or dropped after a backward pass, and forward passes of other padded
-        batches: older graphs cannot be run again."""
+        """Count of micro-batches closed or dropped after a backward pass, and of forwards of other padded batches.
+
+        Graphs of an older generation cannot run backward again.
+        """
         return self._generation
 
     @property
     def micro_batches(self) -> int:
-        """Those that a step now would use: counted ones, and the one that a backward pass has reached."""
+        """Micro-batches that a step would use now: the counted ones, and the one that a backward pass has reached."""
         return self._micro_batches + self.recorded
 
     @property
     def samples(self) -> int:
-        """Of the micro-batches that were counted since the last discarding."""
+        """Samples of the micro-batches that were counted since the sums were last discarded."""
         return self._samples
 
     @property
@@ -159,7 +161,7 @@ class StepState:
 
     @property
     def observed(self) -> float:
-        """What the clipping rule counted in the micro-batches in the sums."""
+        """The clipping rule's count over the micro-batches in the sums."""
         return 0.0 if self._observed is None else float(self._observed)
 
     def check_graph(self, module: str, generation: int) -> None:
@@ -218,11 +220,11 @@ class StepState:
         self._forget.append(forget)
 
     def forbid_accumulation(self) -> None:
-        """From now on a step has one micro-batch: under Poisson sampling it is the whole draw."""
+        """Allow only one micro-batch a step from now on: under Poisson sampling it is the whole draw."""
         self._forbids_accumulation = True
 
     def record(self, slot: Slot | None = None) -> None:
-        """A backward pass reaches a parameter. One of an empty batch reaches none, and is a micro-batch as well."""
+        """Record that a backward pass reached a parameter. With an empty batch it reaches none, and counts as well."""
         if self._micro_batch is not RECORDED:
             if self._micro_batches and self._last_rows is not None and self._last_rows.more:
                 raise UserError(
@@ -240,7 +242,7 @@ class StepState:
             self._touched[slot] = None
 
     def close(self) -> Recorded | None:
-        """What backward passes have left: nothing for an empty batch, None where there was no backward pass."""
+        """Return the record of the backward passes: empty for an empty batch, None if there was no backward pass."""
         if self._micro_batch is OPENED and self._size and not self._micro_batches:
             raise UserError(
                 f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
@@ -253,7 +255,7 @@ class StepState:
         return recorded if was_recorded else None
 
     def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
-        """The micro-batch that was closed is in the sums: `size` samples, clipped at `clip`."""
+        """Count the closed micro-batch, which is now in the sums: `size` samples, clipped at `clip`."""
         self._micro_batches += 1
         self._last_rows = rows
         self._samples += size
@@ -285,7 +287,7 @@ class StepState:
             self._empty()
 
     def clear(self) -> bool:
-        """Whether the sums are to be cleared, too."""
+        """Discard the micro-batch. Return True if the sums are to be cleared, too."""
         self.discard()
         if self._sums is ACCUMULATING:
             return False
@@ -300,18 +302,18 @@ class StepState:
             )
 
     def skip_step(self) -> None:
-        """The logical batch goes on; all of it counts as one micro-batch."""
+        """Continue the logical batch. All of it counts as one micro-batch."""
         self.begin_step()
         self._sums = ACCUMULATING
         self._micro_batches = 0
 
     def complete(self) -> None:
-        """The logical batch ends here: should its step fail, zero_grad() drops its sums."""
+        """End the logical batch: if its step fails, zero_grad() drops its sums."""
         if self._sums is ACCUMULATING:
             self._sums = COLLECTING
 
     def apply(self, account: Callable[[], None]) -> None:
-        """The sums are used up; `account` still sees how many micro-batches they were."""
+        """Mark the sums as used. `account` runs before the count of micro-batches is reset."""
         self.begin_step()
         self._sums = APPLIED
         account()

@@ -1,15 +1,15 @@
-"""The last product of a block that runs again, left out where backward reads nothing of what follows from it.
+"""The last product of a block that runs again, left out if backward reads nothing that follows from it.
 
-Most blocks end in a product that is added to the residual stream. What it gives is an output of the block, which nobody
-asks for when the block runs again, and the backward pass of a sum reads no values: zeros do as well. In a transformer
+Most blocks end in a product that is added to the residual stream. Its result is an output of the block, which is not
+needed when the block runs again, and the backward pass of a sum reads no values: zeros do as well. In a transformer
 that is a third of the products of the block's forward. A checkpoint's own second run stops there, too.
 
-It is left out only where
+It is left out only if
 
 - every operation after it, on the way to the block's outputs, is one whose backward reads no values; that is found in
   autograd's graph of a whole run, the first with samples of a shape;
-- no layer runs after it: x of every layer is then what it was. This is seen in each run, and inputs and gradients of
-  all layers are compared with those of the backward pass, as ever (block_fingerprints.py).
+- no layer runs after it: x of every layer is then what it was. This is checked in each run, and inputs and gradients
+  of all layers are compared with those of the backward pass (block_fingerprints.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READ_NO_VALUES = frozenset(
 
 
 class Tail:
-    """Of one run of a block. `left_out`: the number of the product that is left out, counted from 1; None: none is."""
+    """Last product of one run of a block. `left_out`: the number of the product to leave out, from 1; None: none."""
 
     def __init__(self, left_out: int | None) -> None:
         self.left_out = left_out
@@ -41,18 +41,18 @@ class Tail:
         self._sequence = -1  # of the last product among autograd's nodes
 
     def leaves_out(self, node: Any) -> bool:
-        """Whether the product that is to be made now is left out. `node`: autograd's, of its layer."""
+        """Return True if the next product is left out. `node`: the autograd node of its layer."""
         self.products += 1
         self._sequence = node._sequence_nr()
         return self.products == self.left_out
 
     def note_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """The block has run forward."""
+        """Note that the block has run forward."""
         if self.left_out is None and self.products:
             self.reads_no_values = _read_no_values(outputs, self._sequence)
 
     def note_layer(self) -> None:
-        """A layer's backward runs."""
+        """Note that a layer's backward runs."""
         node = torch._C._current_autograd_node()
         if node is None or node._sequence_nr() > self._sequence:
             self.is_last_layer = False
@@ -68,7 +68,7 @@ class Tail:
 
 
 def _read_no_values(outputs: Iterable[Tensor], sequence: int) -> bool:
-    """Whether backward reads no values in any node that leads to the outputs and is younger than `sequence`."""
+    """Return True if backward reads no values in any node that leads to the outputs and is younger than `sequence`."""
     nodes, seen = [output.grad_fn for output in outputs], set()
     while nodes:
         node = nodes.pop()

@@ -48,7 +48,7 @@ class RootTap(EngineTap):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A pass of the model: `forward` is its own, or what was compiled of it, the region."""
+        """Run a pass of the model. `forward`: the model's own, or the compiled region of it."""
         clear_what_is_compiled()
 
         def in_region(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class LayerBlock(Protocol):
 
 
 class Engine(Protocol):
-    """What taps and checkpointed blocks ask of the engine they belong to."""
+    """Interface of the engine for its taps and checkpointed blocks."""
 
     model: nn.Module
     state: StepState
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class Spec(NamedTuple):
-    """Of a tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -148,14 +148,14 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
 
 
 def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
-    """The layer's backward. No cast is wanted in it, also where backward() is called inside an autocast context."""
+    """Run the layer's backward without casts, even if backward() is called inside an autocast context."""
     with torch.autocast(g.device.type, enabled=False):
         gradient: Tensor | None = ctx.tap.backward(ctx, g)
         return gradient
 
 
 def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
-    """The gradient of x alone: to a family's backward, the parameters are frozen."""
+    """Return the gradient of x alone: the family's backward sees frozen parameters."""
     live, ctx.live = ctx.live, [False] * len(ctx.live)
     try:
         return _without_autocast(ctx, g)
@@ -254,7 +254,7 @@ class LayerTap(TapOfSamples):
         return _apply_tapped(self, self.prepare(x), live, engine.anchor.tensor)
 
     def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """What torch.compile traces: pure tensor work. What is checked above was checked before the graph began."""
+        """Run the part that torch.compile traces: pure tensor work. The checks above ran before the graph began."""
         live = self.live()
         if not torch.is_grad_enabled() or True not in live:
             return self.original(*args, **kwargs)

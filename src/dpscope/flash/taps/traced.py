@@ -21,7 +21,7 @@ from dpscope.flash.torch_side.frames import uncompiled
 
 
 class Handed(NamedTuple):
-    """What a tap was handed for one call. `like`: a tensor of the shape and dtype that x has to have."""
+    """Stand-ins of a tap for one call. `like`: a tensor of the shape and dtype that x has to have."""
 
     like: Tensor
     stand_ins: tuple[Tensor, ...]
@@ -29,7 +29,7 @@ class Handed(NamedTuple):
 
 
 class _TraceVersions:
-    """Whether a tensor of a graph that is being traced was written into: looked up while it is traced.
+    """Versions of tensors of a graph, looked up while it is traced: they show writes into a tensor.
 
     In a graph a tensor's version is a number of the run. Its fake, on which the compiler tries each operation, counts
     writes as well, and is there when the code is traced.
@@ -78,7 +78,7 @@ class GraphCast:
         self.version = ""
 
     def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in `dtype`, without a history."""
+        """Return x in `dtype`, without a history."""
         comptime(_look)
         version = _version_seen()
         if self.source is not x or self.version != version or self.result is None or self.result.dtype != dtype:
@@ -115,7 +115,7 @@ class TracedTap(Protocol):
 
 
 class Traced(torch.autograd.Function):
-    """`tap.forward` and `tap.gradients`, the pieces of which become the gradients of the stand-ins.
+    """Autograd function of `tap.forward` and `tap.gradients`. Its pieces become the gradients of the stand-ins.
 
     A call in a checkpoint has one stand-in more, a ticket: its gradient is 1. The sum of two calls would be 2.
     """
@@ -144,7 +144,7 @@ class Traced(torch.autograd.Function):
 
 
 def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
-    """The tap's call in a graph, where it was handed stand-ins that fit; otherwise the graph breaks around it."""
+    """Call the tap in a graph, if it was handed stand-ins that fit; otherwise break the graph around it."""
     index = tap.calls
     if index >= len(tap.handed):
         return break_graph(tap, (x,), {})
@@ -174,5 +174,5 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
     "flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly"
 )
 def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tap's call, not compiled."""
+    """Call the tap uncompiled."""
     return tap(*args, **kwargs)

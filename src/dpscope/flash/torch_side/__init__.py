@@ -1,1 +1,1 @@
-"""What the engine needs to know of torch's own machinery."""
+"""Parts of torch's machinery that the engine depends on."""

@@ -35,9 +35,9 @@ class Anchor:
             self._set(before)
 
     def is_recording(self) -> bool:
-        """Whether the backward pass that runs is one that accumulates the gradients of parameters.
+        """Return True if the running backward pass accumulates the gradients of parameters.
 
-        It is not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then passes the anchor by.
+        It does not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then skips the anchor.
         """
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:

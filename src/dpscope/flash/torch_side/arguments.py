@@ -1,4 +1,4 @@
-"""What a call was given: the tensors in it, wherever they are, and the same call with other rows of the batch.
+"""Arguments of a call: the tensors in it, wherever they are, and the same call with other rows of the batch.
 
 Lists, tuples, dictionaries and what behaves like them, dataclasses, and any other object's attributes are opened;
 modules, functions and classes are not. A PackedSequence is one thing: its samples are not rows of a tensor.
@@ -37,18 +37,20 @@ def leaves_in(value: Any) -> list[Leaf]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors, also those without a dimension."""
+    """Return all tensors, including those without a dimension."""
     return [leaf for leaf in _walk(value, set()) if isinstance(leaf, Tensor)]
 
 
 def signature(value: Any) -> Hashable:
-    """Equal for calls that take the same way through a forward: types, dimensions, numbers and options, but no sizes of
-    tensors."""
+    """Return a key that is equal for calls that take the same way through a forward.
+
+    It has types, dimensions, numbers and options, but no sizes of tensors.
+    """
     return tuple(_describe(leaf) for leaf in _walk(value, set()))
 
 
 def sizes_of(value: Any) -> Hashable:
-    """As `signature`, with the sizes and dtypes of tensors."""
+    """Return the same key as `signature`, with the sizes and dtypes of tensors."""
     return tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _describe(leaf) for leaf in _walk(value, set())
     )
@@ -59,7 +61,7 @@ def rows_of(leaf: Leaf) -> int:
 
 
 def take(leaf: Leaf, index: Tensor, dim: int) -> Leaf:
-    """The rows `index` of a leaf, along the dimension of samples."""
+    """Return the rows `index` of a leaf, along the dimension of samples."""
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf, batch_first=True)
         lengths = lengths[index.to(lengths.device)]
@@ -68,7 +70,7 @@ def take(leaf: Leaf, index: Tensor, dim: int) -> Leaf:
 
 
 def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int, Any] | None = None) -> Any:
-    """A copy of `value` with every leaf changed; containers are copied, so that nobody can write into the caller's."""
+    """Copy `value` with every leaf changed. Containers are copied, too, which protects the caller's from writes."""
     copies = {} if copies is None else copies
     if id(value) in copies:
         return copies[id(value)]

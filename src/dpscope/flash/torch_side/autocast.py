@@ -1,4 +1,4 @@
-"""What autocast does to the operands of a layer: which dtype, and one cast of an input that several layers read.
+"""Autocast for the operands of a layer: their dtype, and one cast of an input that several layers read.
 
 Taps ask in every call.
 """
@@ -37,7 +37,7 @@ class SharedCast:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast computes in on x's device, None where it is off."""
+    """Return the dtype that autocast computes in on x's device; None if it is off."""
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
     return get_autocast_dtype(device) if is_autocast_enabled(device) else None
 
@@ -54,10 +54,10 @@ _output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
 def autocast_output_dtype(
     operator: Callable[[Tensor], Tensor], device: str, x: torch.dtype, dtype: torch.dtype
 ) -> torch.dtype:
-    """The dtype in which an operator outside the lower-precision list answers under autocast, asked of it once.
+    """Return the output dtype, under autocast, of an operator outside the lower-precision list.
 
-    Which operators autocast runs in float32 differs between devices and torch versions: `operator` is run on a tiny
-    tensor (1, 2, 2) of dtype x.
+    The operators that autocast runs in float32 differ between devices and torch versions. So `operator` is run once, on
+    a tiny tensor (1, 2, 2) of dtype x.
     """
     known = (operator, device, x, dtype)
     if known not in _output_dtypes:

@@ -1,4 +1,4 @@
-"""What autograd's graph says of tensors, and whether it is being run backward."""
+"""Queries of autograd's graph: where tensors come from, and if it is being run backward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass: a forward in it is that of a checkpoint, run again."""
+    """Return True during a backward pass. A forward in it is a checkpoint's rerun."""
     return torch._C._current_graph_task_id() != -1
 
 
 def nodes_behind(tensors: list[Tensor]) -> list[Any]:
-    """The nodes of autograd's graph that tensors come from."""
+    """Return the nodes of autograd's graph that tensors come from."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen, found = set(nodes), []
     while nodes:
@@ -28,5 +28,5 @@ def nodes_behind(tensors: list[Tensor]) -> list[Any]:
 
 
 def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
-    """The leaves that autograd reaches from tensors."""
+    """Return the leaves that autograd reaches from tensors."""
     return [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]

@@ -8,10 +8,10 @@ from dpscope.errors import UserError
 
 
 def refuse_capture() -> None:
-    """Raises UserError while the current stream is captured (torch.cuda.graph, make_graphed_callables).
+    """Raise UserError while the current stream is captured (torch.cuda.graph, make_graphed_callables).
 
-    The step's key, Adam's corrections and the learning rate are numbers of the host, which a graph that runs again
-    would use again: the same noise, above all. And what counts samples and accounts for privacy would not run at all.
+    The step's key, Adam's corrections and the learning rate are host values. A replayed graph would use them again:
+    above all, the same noise. The code that counts samples and accounts for privacy would not run at all.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UserError(

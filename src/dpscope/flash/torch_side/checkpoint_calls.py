@@ -1,8 +1,8 @@
-"""Calls of torch.utils.checkpoint.checkpoint, seen whoever holds a reference to the function.
+"""Calls of torch.utils.checkpoint.checkpoint, seen through any reference to the function.
 
 `checkpoint` is imported by name and put into partial objects (Hugging Face's `_gradient_checkpointing_func`), so that
-replacing the attribute of its module would miss most calls. It is a wrapper around the function that does the work,
-though, which is looked up in the wrapper's closure at every call: that one is replaced while somebody watches.
+replacing the attribute of its module would miss most calls. But it is a wrapper around the function that does the work,
+which is looked up in the wrapper's closure at every call: that function is replaced while calls are watched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _call.__dynamo_disable = _call  # type: ignore[attr-defined]  # where torch look
 
 
 def _cell() -> CellType | None:
-    """Of the wrapper's closure: the one that holds the function that does the work."""
+    """Return the cell of the wrapper's closure that holds the function that does the work."""
     cells = checkpoint.__closure__ or ()
     return next((cell for cell in cells if cell.cell_contents in (_original, _call)), None)
 
@@ -64,7 +64,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 @cache
 def can_be_watched() -> bool:
-    """Whether this version of torch lets its checkpoints be watched."""
+    """Return True if this version of torch lets its checkpoints be watched."""
     seen = []
     with watching(lambda original, function, args, kwargs: seen.append(function)):
         checkpoint(int, use_reentrant=False)

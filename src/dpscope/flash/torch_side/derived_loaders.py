@@ -28,7 +28,7 @@ class WrappedDataset(Dataset[Any]):
         return self.dataset[index]
 
     def samples_at(self, indices: Sequence[int]) -> list[Any]:
-        """The user's samples, in one read where their data set can do that."""
+        """Return the user's samples, in one read if their data set can do that."""
         read = getattr(self.dataset, "__getitems__", None)
         return list(read(indices)) if read is not None and indices else [self.dataset[index] for index in indices]
 
@@ -41,6 +41,6 @@ class WrappedDataset(Dataset[Any]):
 def derive_loader(
     kind: type[Loader], loader: DataLoader[Any], dataset: Dataset[Any], batch_sampler: Any, collate: Any
 ) -> Loader:
-    """A loader of class `kind` over these batches of this data set, with the other settings of `loader`."""
+    """Return a loader of class `kind` over these batches of this data set, with the other settings of `loader`."""
     kept = {name: getattr(loader, name) for name in _KEPT}
     return kind(dataset, batch_sampler=batch_sampler, collate_fn=collate, **kept)

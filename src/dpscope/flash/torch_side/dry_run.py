@@ -1,4 +1,4 @@
-"""A hook for running the engine on fake tensors: what would be asked of the device is asked of a `DryRun` instead.
+"""A hook for running the engine on fake tensors: a `DryRun` answers in place of the device.
 
 Fake tensors have shapes and no values (torch._subclasses.fake_tensor). While a dry run is open
 
@@ -6,8 +6,7 @@ Fake tensors have shapes and no values (torch._subclasses.fake_tensor). While a 
 - kernels are chosen as on a GPU of `capability`, and launching one does nothing,
 - the allocator's figures are those that `allocated` returns.
 
-Whatever trains on a dry run's tensors learns nothing, so it is of no use but to follow what a step would allocate
-(dpscope.forecast). Not part of the public interface.
+A dry run trains nothing. It only shows what a step would allocate (dpscope.forecast). Not part of the public interface.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which frames torch.compile traces: the model's forward as one graph, and none of the engine's bookkeeping."""
+"""Frames that torch.compile traces: the model's forward as one graph, and none of the engine's bookkeeping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPILE_FIRST = (
 
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
-    """Decorates a function that breaks graphs, and runs as it is with all it calls."""
+    """Decorate a function that breaks graphs: it runs uncompiled, with all that it calls."""
 
     disable: Any = torch.compiler.disable
 
@@ -46,10 +46,10 @@ class CompiledAfter(Protocol):
 
 
 def _run_outside(tap: CompiledAfter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tap's work, not compiled, in which its forward is compiled as one frame.
+    """Run the tap's work uncompiled. The forward inside it is compiled as one frame.
 
-    Called where torch.compile looks at every new frame, and itself skipped by it: only C functions are called here
-    while that is so, and the frame that is to be compiled.
+    Called where torch.compile looks at every new frame, and itself skipped by it. Until the callback is restored, this
+    calls only C functions and the frame that is to be compiled.
     """
     assert _set_callback is not None
     callback = _set_callback(None)
@@ -68,7 +68,7 @@ def _run_outside(tap: CompiledAfter, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A frame of our own: torch.compile begins no graph in a frame of torch's modules, such as nn.Sequential's."""
+    """Call forward in a frame of dpscope: torch.compile begins no graph in frames of torch's own modules."""
     return forward(*args, **kwargs)
 
 
@@ -84,12 +84,12 @@ run_outside = _run_eagerly if _set_callback is None or _skip is None else _skip(
 
 
 def is_wrapper(module: object) -> bool:
-    """Whether it is what torch.compile(module) gives back."""
+    """Return True if it is the result of torch.compile(module)."""
     return isinstance(module, eval_frame.OptimizedModule)
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile, if there are any."""
+    """Return the module inside the wrappers of torch.compile, if there are any."""
     while is_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
@@ -120,5 +120,5 @@ def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], ar
 
 
 def _is_compiled_function(function: object) -> bool:
-    """Whether torch.compile gave it back, also behind functools.wraps; torch.compiler.disable marks its own."""
+    """Return True for results of torch.compile, also behind functools.wraps, but not of torch.compiler.disable."""
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)

@@ -29,10 +29,10 @@ class InstanceMethod:
         vars(self.module)[self.attribute] = self
 
     def install_bound(self) -> None:
-        """As a method of this object: torch.compile then asks that the function be the same, and not the object.
+        """Install this object as a bound method: torch.compile then guards on the function, not on the object.
 
-        So that modules of one class share a graph, each with an instance method of its own. A pickled method is looked
-        up by its name, `__call__`, on what the instance method reduces to; a copied one has that for its `self`.
+        So modules of one class share a graph, each with an instance method of its own. A pickled method is looked up by
+        its name, `__call__`, on what the instance method reduces to; a copied one has that for its `self`.
         """
         vars(self.module)[self.attribute] = MethodType(type(self).__call__, self)
 
@@ -51,7 +51,7 @@ class InstanceMethod:
 
 
 def instance_method(module: nn.Module, attribute: str = "forward") -> InstanceMethod | None:
-    """What stands in for the module's method, if something does."""
+    """Return the instance method that replaces the module's method, if there is one."""
     found = vars(module).get(attribute)
     found = getattr(found, "__self__", found)
     return found if isinstance(found, InstanceMethod) else None

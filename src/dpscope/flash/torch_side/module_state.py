@@ -1,9 +1,9 @@
-"""What a module keeps between calls besides its parameters: buffers, and attributes of it and its children.
+"""State that a module keeps between calls besides its parameters: buffers, and attributes of it and its children.
 
-A unit without a layer family runs once for each sample, and each run has to find the state as it was. What a run leaves
-behind is taken off again and compared between samples. If all leave the same (the singular vectors of a spectral norm,
-a counter, a cache of positions) it depends on no sample and is written to the module once. If not, it is refused: a
-running mean would go out without noise, and an auxiliary loss read from the module would be that of one sample.
+A unit without a layer family runs once for each sample, and each run has to find the state as it was. Changes of state
+are taken off again and compared between samples. If all are equal (the singular vectors of a spectral norm, a counter,
+a cache of positions) the state depends on no sample and is written to the module once. If not, it is refused: a running
+mean would be released without noise, and an auxiliary loss read from the module would be that of one sample.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ def _is_option(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """An instance of an ordinary class, whose attributes may be state."""
+    """Return True for an instance of an ordinary class, whose attributes may be state."""
     if isinstance(value, (nn.Module, Tensor, type, torch.Generator)) or callable(value):
         return False
     return hasattr(value, "__dict__")
 
 
 def _parts(value: Any) -> Sequence[Any] | None:
-    """What a container, or an ordinary object, holds; None for everything else."""
+    """Return the contents of a container or an ordinary object; None for everything else."""
     if isinstance(value, (list, tuple, deque, set)):
         return list(value)
     if isinstance(value, Mapping):
@@ -246,7 +246,7 @@ class BufferWatch:
 
 
 class Remains:
-    """What the runs of all samples have left on the unit."""
+    """State that the runs of all samples have left on the unit."""
 
     def __init__(self, unit: nn.Module, name: str) -> None:
         self.unit, self.name = unit, name
@@ -270,7 +270,7 @@ class Remains:
         return first
 
     def agreed_rows(self, path: str, rows: Tensor) -> Tensor:
-        """The same for values (B, ...), one a sample."""
+        """Return the same for values (B, ...), one a sample."""
         first = rows[0]
         if rows.requires_grad or not _equal(first.expand_as(rows), rows):
             self.refuse(path)

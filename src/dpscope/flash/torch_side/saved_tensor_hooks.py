@@ -29,7 +29,7 @@ _entered = Entered()
 
 
 def current_hooks() -> Hooks | None:
-    """What packs and unpacks saved tensors here, the innermost of all; None where nothing does."""
+    """Return the innermost hooks that pack and unpack saved tensors here; None if there are none."""
     if _top is not None:
         return _top(True)
     return _entered.hooks[-1] if _entered.hooks else None

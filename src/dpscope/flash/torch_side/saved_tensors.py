@@ -1,4 +1,4 @@
-"""What a tap saves for backward, given to a checkpoint before the layer computes.
+"""Tensors that a tap saves for backward, given to a checkpoint before the layer computes.
 
 A checkpoint that runs its block again stops at the last tensor that backward needs. Torch's own operators save their
 inputs first and compute then, so the product of a block's last layer is not made again (a third of the products of a
@@ -20,7 +20,7 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """As ctx.save_for_backward; to be called before the layer computes."""
+    """Save tensors like ctx.save_for_backward. Call this before the layer computes."""
     hooks = None if ctx.traced or keeps_graph is None else current_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
@@ -30,7 +30,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
-    """As ctx.saved_tensors: tensors, and None where None was saved."""
+    """Return the saved tensors like ctx.saved_tensors, and None in place of each None."""
     if ctx.traced or ctx.packed is None:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors

@@ -20,12 +20,12 @@ def is_shard_type(cls: type) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether the tensor is a DTensor: each rank holds a part of it."""
+    """Return True if the tensor is a DTensor: each rank holds a part of it."""
     return is_shard_type(type(tensor))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory; a tensor that is not sharded is held whole."""
+    """Return this rank's part of a tensor, in the same memory, or the tensor itself if it is not sharded."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -64,12 +64,12 @@ class ShardCut(NamedTuple):
 
 
 def shard_dim(parameter: Any) -> int:
-    """The dimension of the mesh over which a sharded parameter is cut: the last one (HSDP has replicas before it)."""
+    """Return the dimension of the mesh that shards a parameter: the last one (HSDP has replicas before it)."""
     return len(parameter.placements) - 1
 
 
 def cut_of(parameter: Any) -> ShardCut:
-    """The cut of a sharded parameter."""
+    """Return the cut of a sharded parameter."""
     mesh, dim = parameter.device_mesh, shard_dim(parameter)
     ranks = mesh.size(dim)
     total = parameter.shape[0]
@@ -77,7 +77,7 @@ def cut_of(parameter: Any) -> ShardCut:
 
 
 def first_element(parameter: Tensor) -> int:
-    """The number, in the whole parameter, of the first element that this rank holds."""
+    """Return the number, in the whole parameter, of the first element that this rank holds."""
     return cut_of(parameter).first if is_sharded(parameter) else 0
 
 

@@ -1,4 +1,4 @@
-"""What flash clipping takes a newer torch for than dpscope does: an older one is refused, by name."""
+"""Features that need a newer torch than dpscope itself. An older version is refused by name."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class UsedKeys:
         return torch.tensor(list(self._digests), dtype=torch.int64, device="cpu")
 
     def last(self) -> int | None:
-        """The newest digest: with the number of keys, what ranks compare."""
+        """Return the newest digest. Ranks compare it and the number of keys."""
         return next(reversed(self._digests), None)
 
 
@@ -68,7 +68,7 @@ _USED: WeakKeyDictionary[nn.Module, UsedKeys] = WeakKeyDictionary()
 
 
 def used_keys_of(model: nn.Module) -> UsedKeys:
-    """The keys that were used for a model, however often it was made private; wrapped or compiled, it is the same."""
+    """Return the keys that were used for a model, however often it was made private, wrapped or compiled."""
     inner: Any = model
     while (inside := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)) is not None:
         if not isinstance(inside, nn.Module):
@@ -95,7 +95,7 @@ class NoiseSource:
         self._numbered = 0
 
     def starts(self, optimizer: Optimizer) -> Mapping[int, int]:
-        """By a parameter's id, the number of its first element, for all of the optimizer; frozen ones have theirs, too.
+        """Map the id of each of the optimizer's parameters, frozen ones too, to the number of its first element.
 
         A parameter keeps its number when others are added. A sharded one is numbered as a whole, and this is the number
         of the first element that this rank holds.
@@ -109,7 +109,7 @@ class NoiseSource:
         return self._starts
 
     def draw(self) -> Key:
-        """The next key. Waits for no device."""
+        """Draw the next key. Wait for no device."""
         generator = self.generator
         if generator is None:
             key = os.urandom(16)
@@ -133,7 +133,7 @@ class NoiseSource:
         self.used.add(key)
 
     def state(self) -> dict[str, Any] | None:
-        """Where the stream stands and which keys were used; None where no generator was ever given."""
+        """Return the state of the stream and the used keys; None if no generator was ever given."""
         if self.generator is None:
             return {"used": self.used.state()} if self.used else None
         return {"generator": self.generator.get_state(), "used": self.used.state()}
@@ -173,7 +173,7 @@ def _draw_from(generator: torch.Generator) -> Key:
 
 
 def _next_key(generator: torch.Generator) -> Key:
-    """The key that the generator would give, which stays where it is."""
+    """Return the key that the generator would draw next, without advancing it."""
     return _draw_from(generator.clone_state())
 
 

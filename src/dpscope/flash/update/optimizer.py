@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Privatisation:
-    """What turns a clipped sum into a private gradient: (sum + noise_std·z)·grad_scale. For one step."""
+    """Parameters of one step that make a clipped sum a private gradient: (sum + noise_std·z)·grad_scale."""
 
     noise_std: float
     grad_scale: float
@@ -42,7 +42,7 @@ class Privatisation:
     key: Key | None = None  # of the step; None draws one
 
     def draw(self) -> Key:
-        """The step's key, which is used up."""
+        """Return the step's key, and mark it as used."""
         key = self.noise.draw() if self.key is None else self.key
         if self.noise_std:
             self.noise.use(key)
@@ -52,7 +52,7 @@ class Privatisation:
 def privatise_gradients(
     optimizer: Optimizer, gradients: Sequence[tuple[nn.Parameter, Tensor]], how: Privatisation
 ) -> None:
-    """From clipped sums of parameters to private gradients, in place, without a full-size temporary."""
+    """Turn clipped sums of parameters into private gradients, in place, without a full-size temporary."""
     starts = how.noise.starts(optimizer)
     add_noise_(
         [gradient for _, gradient in gradients],
@@ -73,7 +73,7 @@ class FusedUpdate:
 
     @staticmethod
     def supports(optimizer: Optimizer) -> bool:
-        """Whether the fused update does what torch's does: the exact class, no hooks to be called, plain numbers."""
+        """Return True if the fused update equals torch's: the exact class, no hooks to call, plain numbers."""
         return (
             type(optimizer) in _RULES
             and not optimizer._optimizer_step_pre_hooks
@@ -86,7 +86,7 @@ class FusedUpdate:
 
     @staticmethod
     def is_worthwhile(optimizer: Optimizer) -> bool:
-        """Whether its kernels run where the parameters are; elsewhere torch's own update is as good."""
+        """Return True if the kernels run on the parameters' devices. Elsewhere torch's update is as good."""
         return all(
             use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]
         )
@@ -141,7 +141,7 @@ def _collect(
 
 
 def _by_group(batch: SumBatch, group_of: Mapping[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
-    """The batch by groups of the optimizer, without parameters that are not its, or were frozen since backward."""
+    """Split the batch by the optimizer's groups, without parameters of others or frozen since backward."""
     parameters, sums, factors = batch
     groups = list(map(group_of.get, map(id, parameters)))
     first = groups[0]
@@ -169,7 +169,7 @@ class _Piece:
     def by_value(
         self, values: Sequence[_Value], states: list[list[Tensor]]
     ) -> Iterable[tuple[_Value, _Piece, list[list[Tensor]]]]:
-        """The piece and the columns of its states, parameters of equal values together: as a rule, all."""
+        """Split the piece and the columns of its states by equal values. Usually all values are equal."""
         if len(set(values)) == 1:
             return [(values[0], self, states)]
         return [(value, *self._chosen([each == value for each in values], states)) for value in dict.fromkeys(values)]
@@ -236,7 +236,7 @@ def _adam(
 
 
 def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
-    """The counters of steps, and each of the moments, of all parameters; made where they are not there yet."""
+    """Return the step counters and each of the moments, of all parameters. Create those that are missing."""
     entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
     try:
         rows = list(map(entries, map(state_of.get, piece.parameters)))

@@ -41,7 +41,7 @@ class StepCounts:
         self._known, self._advanced = self._advanced or self._known, []
 
     def next_values(self, counters: list[Tensor]) -> Sequence[int]:
-        """The number of this step for each counter, counted from 1."""
+        """Return the number of this step for each counter, counted from 1."""
         versions, pointers = list(map(_VERSION, counters)), list(map(Tensor.data_ptr, counters))
         for counted in self._known:
             if counted.versions == versions and counted.pointers == pointers and counted.is_of(counters):  # as a rule
@@ -66,7 +66,7 @@ class StepCounts:
         self._advanced.append(_Counted(counters, list(map(_VERSION, counters)), pointers, value, together))
 
     def _together(self, counters: list[Tensor], pointers: list[int]) -> Tensor | None:
-        """The tensor whose elements the counters are, all of them and nothing else. `pointers` follow them there."""
+        """Return the tensor whose elements are exactly these counters, or None. `pointers` become their addresses."""
         for counted in self._known:
             if counted.together is not None and counted.pointers == pointers and counted.is_of(counters):
                 return counted.together
@@ -78,7 +78,7 @@ class StepCounts:
 
 
 def _put_together(counters: list[Tensor]) -> Tensor | None:
-    """One tensor of the counters' values, whose elements they become; None where they are not alike."""
+    """Copy the counters into one tensor and make them its elements; None if they are not alike."""
     kinds = {(type(each), each.dim(), each.dtype, each.device, each.is_inference()) for each in counters}
     kind, dim, *_, inference = kinds.pop()
     if kinds or kind is not Tensor or dim or inference or len(set(map(id, counters))) < len(counters):
