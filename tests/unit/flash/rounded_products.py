@@ -27,7 +27,9 @@ def round_products(monkeypatch: pytest.MonkeyPatch, kind: str = "tf32") -> None:
     """On the CPU, where torch knows no TF32, and few know bf16: its products are replaced, and the engine is told."""
     bmm, addmm_, rounded = torch.bmm, torch.Tensor.addmm_, {"tf32": to_tf32, "bf16": to_bfloat16}[kind]
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(rounded(a), rounded(b)))
-    monkeypatch.setattr(torch.Tensor, "addmm_", lambda out, a, b: addmm_(out, rounded(a), rounded(b)))
+    monkeypatch.setattr(
+        torch.Tensor, "addmm_", lambda out, a, b, **scales: addmm_(out, rounded(a), rounded(b), **scales)
+    )
     for module in (block_reruns, paths, gram_norms, microbatch, norms, scaled_sum):
         monkeypatch.setattr(module, "operand_rounding", lambda device: ROUNDING[kind])
     for module in (norms, paths):
