@@ -26,7 +26,7 @@ VANISHING_SHARE = 1e-4
 SMALL_TURN = 2**28  # bytes of samples' gradients that are held in any case
 COPIES_IN_TURN = 2  # float64 copies of the model that samples' gradients may take beyond that
 
-Factors = Tensors  # of each parameter: (B,)
+FactorsByName = Tensors  # of each parameter: (B,)
 Turn = dict[str, list[Tensor]]  # by parameter: the gradient of each sample
 
 
@@ -72,14 +72,14 @@ class Reference:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a sample has one factor for all parameters."""
+        """True if a sample has one factor for all parameters."""
         return self.clipping != "per_layer"
 
-    def factors(self, clip_norm: float) -> Factors:
+    def factors(self, clip_norm: float) -> FactorsByName:
         """Return the factors of the clipping rule: (B,) for each parameter."""
         return factors_of(self.clipping, {name: gram.diagonal().sqrt() for name, gram in self.grams.items()}, clip_norm)
 
-    def sums(self, factors: Factors, names: Sequence[str] | None = None) -> Tensors:
+    def sums(self, factors: FactorsByName, names: Sequence[str] | None = None) -> Tensors:
         """Return Σ_b c_b v_b of each parameter."""
         found = {name: weighted(factors[name], v) for turn in self.walk(names) for name, v in turn.items()}
         return {name: found[name] for name in (self.names if names is None else names)}
@@ -94,7 +94,7 @@ class Reference:
         return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
 
 
-def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> Factors:
+def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> FactorsByName:
     """Return the factors that a rule gives, from each parameter's norms (B,). Rules in plain words: docs/flash.md."""
     if clipping == "per_layer":
         bound = clip_norm / math.sqrt(len(norms))
@@ -192,7 +192,7 @@ class UpdateComparison:
 class Comparing:
     """A comparison, one parameter after the other."""
 
-    def __init__(self, factors: Factors) -> None:
+    def __init__(self, factors: FactorsByName) -> None:
         self.factors = factors
         self._differences: dict[str, float] = {}
         self._sizes: dict[str, float] = {}
@@ -208,7 +208,9 @@ class Comparing:
         return UpdateComparison({name: errors[name] for name in names}, self._shares)
 
 
-def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Factors]) -> list[UpdateComparison]:
+def compare(
+    reference: Reference, updates: Sequence[Tensors], factors: Sequence[FactorsByName]
+) -> list[UpdateComparison]:
     """Compare each update with the sums that its factors give."""
     comparing = [Comparing(each) for each in factors]
     for turn in reference.walk(updates[0]):

@@ -12,11 +12,11 @@ import torch
 from dpscope.errors import UserError
 from dpscope.forecast.probe import Say
 
-Task = Callable[[Say], Any]
-SAID, DONE, FAILED = "said", "done", "failed"
+SideTask = Callable[[Say], Any]
+SAID, DONE, NOT_DONE = "said", "done", "failed"
 
 
-def run_side_by_side(tasks: Sequence[Task], workers: int, say: Say) -> list[Any]:
+def run_side_by_side(tasks: Sequence[SideTask], workers: int, say: Say) -> list[Any]:
     """Call every task, `workers` at a time, and return what they return, in order.
 
     With one worker they run in this process. Copies are for a process that has not trained and holds no GPU.
@@ -40,7 +40,7 @@ def run_side_by_side(tasks: Sequence[Task], workers: int, say: Say) -> list[Any]
                 kind, value = _receive(ready)
                 if kind == SAID:
                     say(value)
-                elif kind == FAILED:
+                elif kind == NOT_DONE:
                     raise value
                 else:
                     results[running.pop(ready)[0]] = value
@@ -54,14 +54,14 @@ def _receive(receiver: Any) -> tuple[str, Any]:
     try:
         kind, value = receiver.recv()
     except EOFError:
-        return FAILED, UserError("a process that made a part of the plan ended early: is the machine out of memory?")
+        return NOT_DONE, UserError("a process that made a part of the plan ended early: is the machine out of memory?")
     return kind, value
 
 
-def _report(task: Task, sender: Connection) -> None:
+def _report(task: SideTask, sender: Connection) -> None:
     torch.set_num_threads(1)  # threads of the original are not in its copy
     try:
         answer = DONE, task(lambda line: sender.send((SAID, line)))
     except Exception as error:
-        answer = FAILED, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+        answer = NOT_DONE, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
     sender.send(answer)

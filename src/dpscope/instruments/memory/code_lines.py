@@ -18,7 +18,10 @@ from dpscope.paths import shorten_path
 _PASS_ON = ("torch", "dpscope.instruments", "dpscope.forecast")  # packages whose frames only pass a request on
 _FLASH = ("dpscope.flash",)
 # Its modules that stand in for a layer's forward: what they make there was asked for by the line that calls the layer.
-_STAND_IN = tuple(f"{_FLASH[0]}.{name}" for name in ("taps", "layers", "autocast", "saved_tensors", "compiled.traced"))
+_STAND_IN = tuple(
+    f"{_FLASH[0]}.{name}"
+    for name in ("taps.taps", "taps.traced", "layers", "torch_side.autocast", "torch_side.saved_tensors")
+)
 _ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
 
 
