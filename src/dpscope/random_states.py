@@ -51,15 +51,23 @@ def random_states_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
         before.put_back()
 
 
-def seed_all(devices: Sequence[torch.device], seed: int) -> None:
-    """Seed every generator that `RandomStates` holds, and no other: torch.manual_seed would seed all GPUs."""
+def seed_all(seed: int, devices: Sequence[torch.device] | None = None) -> None:
+    """Seed Python, NumPy and torch on the CPU and on these GPUs; on all of them by default."""
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+    if devices is None:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+
+
+def all_gpus() -> list[torch.device]:
+    """Return every GPU that torch can use."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def cuda_devices(model: nn.Module) -> list[torch.device]:

@@ -10,9 +10,9 @@ from dpscope.audit.loop import LoopFactory, MakeLoop, StepFailed
 from dpscope.audit.neighbours import NeighbourTest, is_random
 from dpscope.audit.noise import NoiseTest
 from dpscope.audit.norms import UNCLIPPED, require_plain_sgd, sample_norms, usual_clip_norm
-from dpscope.audit.randomness import left_alone
 from dpscope.audit.samples import Samples, sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
+from dpscope.random_states import all_gpus, random_states_kept
 from dpscope.workloads.workload import Batch
 
 # Without noise there is none to be tried.
@@ -54,7 +54,7 @@ def check_loop(
     noise_multiplier = TRIED_NOISE(noise_multiplier)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
-    with left_alone():
+    with random_states_kept(all_gpus()):
         factory, samples = LoopFactory(make_loop, numbers.SEED(seed)), Samples(batches)
         return _audit(factory, samples, noise_multiplier, max_grad_norm, sizes, progress)
 

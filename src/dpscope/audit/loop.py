@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.memory import release_memory
-from dpscope.audit.randomness import RandomState, seed_all
 from dpscope.errors import UserError
+from dpscope.random_states import RandomStates, seed_all
 from dpscope.workloads.workload import Batch, silence
 
 LARGE_MODEL = 2**26  # bytes
@@ -152,13 +152,13 @@ class RunningLoop:
             silence(loop.model)
         return loop
 
-    def step(self, batch: Batch, factor: float = 1.0, *, state: RandomState | int = 0) -> ObservedStep:
+    def step(self, batch: Batch, factor: float = 1.0, *, state: RandomStates | int = 0) -> ObservedStep:
         """Take one step from the parameters of the start, times `factor`.
 
         state   without noise, where random generators stand before it, or another seed than the usual one
         """
-        if isinstance(state, RandomState):
-            state.restore()
+        if isinstance(state, RandomStates):
+            state.put_back()
         elif not self.noise_multiplier:
             seed_all((self.factory.seed + state) % 2**63)
         start = self.factory.start

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
 from dpscope.audit.normality import SCIPY_INSTALLED, VALUES_PER_PARAMETER, NoisyStep, find_noise_faults
-from dpscope.audit.randomness import RandomState
 from dpscope.audit.samples import Samples
 from dpscope.audit.verdict import Finding, conclude, not_tried
+from dpscope.random_states import RandomStates, all_gpus
 
 MIN_STEPS, MAX_STEPS = 8, VALUES_PER_PARAMETER
 TAIL_VALUES = 4096  # of all parameters together: enough to see noise that is cut off at 2.5σ
@@ -110,12 +110,12 @@ class NoiseTest:
         return runs
 
     def _draw(self, run: RunningLoop, label: str, size: int) -> None:
-        batch, before = self.samples.ordinary_batch(size), RandomState.now()
+        batch, before = self.samples.ordinary_batch(size), RandomStates.now(all_gpus())
         noisy, quiet = run.step(batch), self.without[size]
         if self.factory.random:  # the same step once more without noise: what the model draws comes before the noise
-            after = RandomState.now()
+            after = RandomStates.now(all_gpus())
             quiet = self.quiet.step(batch, state=before)
-            after.restore()
+            after.put_back()
         unit = self.noise_multiplier * self.clip_norm
         noise = ((n, (noisy.sums[n].double() - quiet.sums[n].double()) / unit) for n in self.factory.trainable)
         self.steps.append(NoisyStep.of(label, size, ((n, z) for n, z in noise if self._trains(n, z))))

@@ -169,7 +169,7 @@ class Rehearsal:
 
         args, kwargs = replace_leaves(self.call, chosen)
         if seed is not None:
-            seed_all(cuda_devices(self.model), seed)
+            seed_all(seed, cuda_devices(self.model))
         with self.rehearsing(run), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = self.forward(*args, **kwargs)
@@ -309,7 +309,7 @@ class Rehearsal:
                 self._refuse_carried(rows)
 
     def _shifted(self, rows: list[int]) -> list[int]:
-        """As many samples, others: not all of them in another order, of which a mean would say nothing."""
+        """Return as many other samples; not all of them in another order, which a mean would not show."""
         others = [(row + 1) % self.batch for row in rows]
         return [others[1], *others[1:]] if len(rows) == self.batch else others
 
@@ -365,7 +365,7 @@ class Rehearsal:
             (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
 
     def _check_constants(self, plain: Run, changed: Run) -> None:
-        """What bare parameters were put together with, outside of uses, must not depend on the samples."""
+        """Require that what bare parameters are combined with, outside of uses, does not depend on the samples."""
         for key, before in plain.constants.items():
             after = changed.constants.get(key)
             if after is None or not torch.equal(before, after):
@@ -619,7 +619,7 @@ def _altered(leaf: Tensor) -> Tensor:
 
 
 def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
-    """Whether no part along `dim` depends on both the first and the last sample."""
+    """Return whether no part along `dim` depends on both the first and the last sample."""
     of_first, of_last = (
         (other.nan_to_num() != plain.nan_to_num()).movedim(dim, 0).flatten(1).any(1)
         if plain.dim() > 1

@@ -51,7 +51,7 @@ class Trials(Protocol):
 
 
 class TestedEngine(Protocol):
-    """What the test asks of the engine."""
+    """Engine as the test sees it."""
 
     model: nn.Module
     state: StepState
@@ -219,7 +219,7 @@ class SelfTest:
         runs = []
         for seed in (1, 2):
             with untouched(self.model), self.engine.without_taps(), torch.no_grad():
-                seed_all(cuda_devices(self.model), seed)
+                seed_all(seed, cuda_devices(self.model))
                 args, kwargs = self._arguments()
                 runs.append(tensors_in(self.model.forward(*args, **kwargs)))
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))

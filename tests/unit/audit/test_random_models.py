@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpscope
-from dpscope.audit.randomness import RandomState, left_alone, seed_all
 from dpscope.flash import PrivacyEngine
+from dpscope.random_states import RandomStates, all_gpus, random_states_kept, seed_all
 from tests.unit.audit.engine_loops import DATA, loop_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook")
@@ -106,12 +106,12 @@ def draws():
 
 
 def test_all_generators_are_seeded_and_restored():
-    with left_alone():
+    with random_states_kept(all_gpus()):
         seed_all(3)
         first = draws()
-        state = RandomState.now()
+        state = RandomStates.now(all_gpus())
         second = draws()
-        state.restore()
+        state.put_back()
         assert draws() == second
         seed_all(3)
         assert draws() == first
