@@ -157,12 +157,12 @@ class FlashEngine:
 
     @property
     def samples(self) -> int:
-        """Those summed since the last zero_grad()."""
+        """Number of samples summed since the last zero_grad()."""
         return self.state.samples
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass has left something that is not summed yet."""
+        """True if a backward pass has left something that is not summed yet."""
         return self.state.recorded
 
     @property
@@ -268,7 +268,7 @@ class FlashEngine:
         return one_by_one(self._close())
 
     def factored_sums(self) -> Iterator[SumBatch]:
-        """As `clipped_sums`, many at a time, and per-sample gradients that are kept are left to the caller to sum."""
+        """Return the sums of `clipped_sums`, many at a time; the caller sums per-sample gradients that are kept."""
         return self._close(factored=True)
 
     def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[SumBatch]:

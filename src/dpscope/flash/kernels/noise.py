@@ -189,7 +189,7 @@ class HostStream:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor | None:
-        """As many as torch has, if it has several. They end with the stream."""
+        """Return as many threads as torch has, if it has several. They end with the stream."""
         count = torch.get_num_threads()
         return ThreadPoolExecutor(count) if count > 1 else None
 

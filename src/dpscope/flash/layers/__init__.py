@@ -162,7 +162,7 @@ def _units(
 
 
 def _can_be_followed(module: nn.Module) -> bool:
-    """Whether its own parameters may be followed: it uses them in its forward, and only there."""
+    """Return whether its own parameters may be followed: it uses them in its forward, and only there."""
     if is_recurrent(module):
         return False
     if any(is_sharded(parameter) for parameter in module.parameters()):
@@ -176,7 +176,7 @@ def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
 
 
 def _calls_its_children(module: nn.Module) -> bool:
-    """Whether parameters below it are used by the modules that own them: torch's own layers reach through to them."""
+    """Return whether modules below it use their own parameters: torch's own layers reach through to them."""
     built_in = any(
         cls.__module__.startswith("torch.nn.modules.") and cls not in _CONTAINERS for cls in type(module).__mro__
     )

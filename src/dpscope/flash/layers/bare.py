@@ -78,7 +78,7 @@ _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "req
 
 @uncompiled("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` answers, some of its operands being stand-ins."""
+    """Call `func` with stand-ins among its operands and return its result."""
     name = getattr(func, "__name__", "")
     if name == "__get__":  # p.shape, p.dtype, p.device: asked often
         value = func(args[0].plain)
@@ -101,7 +101,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_plain(result: object) -> bool:
-    """Whether it is a tensor and no stand-in; one of a dry run has a class of its own."""
+    """Return whether it is a tensor and no stand-in; one of a dry run has a class of its own."""
     if type(result) is Tensor or isinstance(result, nn.Parameter):
         return True
     return dry_run.current() is not None and isinstance(result, Tensor)
@@ -425,7 +425,7 @@ def _repeated(x: Tensor, *sizes: Any) -> Tensor:
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Those a module uses itself: its own, and those in ParameterLists and ParameterDicts, which have no forward."""
+    """Yield the parameters a module uses itself: its own, and those in ParameterLists and ParameterDicts."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield module, key, parameter

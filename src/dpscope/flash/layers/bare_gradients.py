@@ -136,7 +136,7 @@ def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients 
 
 
 def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
-    """Of a weight (p, d) that x: (B, *, d) was multiplied by."""
+    """Return the gradients of a weight (p, d) that x: (B, *, d) was multiplied by."""
     x, g = as_sequences(x.resolve_neg().to(g.dtype)), as_sequences(g)
     plain = weight.plain
     slot = use.slot(plain)
@@ -284,7 +284,7 @@ RULES: dict[str, tuple[Rule, bool]] = {
 
 
 def gradients_by_row(use: Use, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> Gradients:
-    """Of any operator: it runs again for each row, and its own derivative gives the gradient."""
+    """Return the gradients of any operator: it runs again for each row, and its own derivative gives them."""
     places = [place for place, operand in enumerate(operands) if isinstance(operand, Operand)]
     rows = [place for place, row in enumerate(use.rows) if row and place not in places]
     plain = tuple(operands[place].plain.detach() for place in places)

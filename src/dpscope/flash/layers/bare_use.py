@@ -40,12 +40,12 @@ def name_of(func: Any) -> str:
 
 
 def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
-    """That of a parameter of the model, whichever module owns it: one module's may be given to another."""
+    """Return the slot of a parameter, whichever module owns it: one module's may be given to another."""
     return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 class _Seen:
-    """What a rehearsal notes of an operator (`Sampled`)."""
+    """Notes of a rehearsal on an operator (`Sampled`)."""
 
     def __init__(self, tap: TapOfSamples, called: str) -> None:
         self.tap, self.called = tap, called
@@ -100,11 +100,11 @@ class BareUse(_Seen):
             self.moves = True
 
     def by_chance(self) -> bool:
-        """Whether a rehearsal has met it, and nothing of the samples in it."""
+        """Return whether a rehearsal has met it, and nothing of the samples in it."""
         return bool(self._prints) and len(self._runs) > 1 and not self.moves
 
     def fits(self, leaves: list[Any], batch: int) -> bool:
-        """Whether the sizes leave no doubt that rows are as they were."""
+        """Return whether the sizes leave no doubt that rows are as they were."""
         return batch > 1 and all(
             row == (batch * self.each == _row_count(leaf)) for leaf, row in zip(leaves, self.rows, strict=True)
         )
@@ -146,7 +146,7 @@ class BareUse(_Seen):
         ]
 
     def slot(self, plain: Tensor) -> Slot | None:
-        """That of the parameter, if the tensor is one itself."""
+        """Return the slot of the parameter, if the tensor is one itself."""
         return slot_of(self.tap, plain)
 
     def _of_parameters(self, q: Tensor, gradients: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -198,7 +198,7 @@ def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool
 
 
 def _overlaps(q: Tensor) -> bool:
-    """Whether elements of a view may be the same element of its base (`unfold`), other than by plain repetition."""
+    """Return whether a view may hold an element of its base twice (`unfold`), other than by plain repetition."""
     reach = 0
     for stride, size in sorted(zip(q.stride(), q.shape, strict=True)):
         if size > 1 and stride:
@@ -238,7 +238,7 @@ def _row_count(leaf: Any) -> int:
 def learn(
     tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
 ) -> BareUse | Constant | Expanded | Unrelated | str:
-    """What the operator is to the parameter; a reason, if it cannot be followed."""
+    """Return the role of the operator for the parameter; a reason, if it cannot be followed."""
     planned = dry_run.current() is not None
     devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda and not planned]
     with torch.random.fork_rng(list(set(devices))):

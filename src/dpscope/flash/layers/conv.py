@@ -48,7 +48,7 @@ class Geometry:
 
     @property
     def copies(self) -> bool:
-        """Whether patches are something else than x itself."""
+        """True if patches are something else than x itself."""
         return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
 
     def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:

@@ -109,7 +109,7 @@ class LinearTap(LayerTap):
             _set_excluded(_NOTES_VIEWS, False)
 
     def _note_input(self, x: Tensor) -> None:
-        """Whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
+        """Note whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
         if type(x) is not Tensor and dry_run.current() is None:  # a FakeTensor has no address
             return
         rules, pointer = self.engine.path_rules, x.data_ptr()
@@ -127,7 +127,7 @@ class LinearTap(LayerTap):
         )
 
     def _width_freed(self, x: Tensor, g: Tensor) -> int:
-        """What keeping the product lets go: the output gradient, and x if no other layer holds it."""
+        """Return the width that keeping the product frees: the output gradient, and x if no other layer holds it."""
         return g.shape[-1] + (x.shape[-1] if self.shares_input is False else 0)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,7 +149,7 @@ class LinearTap(LayerTap):
         return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """As `gradients` and `record`, but where g is held for the weight's sake, the bias's sums are left to later."""
+        """Do what `gradients` and `record` do, but leave the bias's sums to later if the weight holds g."""
         trains_weight, trains_bias = ctx.live
         if not (trains_weight and trains_bias) or self.engine.blocks is not None:
             return super().backward(ctx, g)

@@ -49,7 +49,7 @@ class SumsTap(LayerTap):
     """
 
     def needs_whole(self, ctx: Any) -> bool:
-        """Whether all sums are to be taken in backward."""
+        """Return whether all sums are to be taken in backward."""
         slot = self.slots[0] or self.slots[-1]
         return ctx.traced or slot is None or slot.parameter.dim() != 1 or self.engine.blocks is not None
 

@@ -43,7 +43,7 @@ _CLASSES = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: ""}
 
 
 class Weights(NamedTuple):
-    """Of one layer in one direction, W_ih: (G, d), W_hh: (G, H), b: (G); with the slots of those that are trained."""
+    """Weights of one layer in one direction, W_ih: (G, d), W_hh: (G, H), b: (G), and the slots of trained ones."""
 
     tensors: tuple[Tensor | None, ...]
     slots: tuple[Slot | None, ...]

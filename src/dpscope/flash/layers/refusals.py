@@ -61,7 +61,7 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def uses_the_batchs_statistics(module: nn.Module) -> bool:
-    """Whether training mixes samples in it: a normalisation over the batch that is not frozen and in eval() mode."""
+    """Return whether it normalises over the batch in training: it is not both frozen and in eval() mode."""
     if not (isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)):
         return False
     return module.training or any(parameter.requires_grad for parameter in module.parameters())

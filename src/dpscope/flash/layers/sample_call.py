@@ -114,11 +114,11 @@ class SampleCall:
         return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
 
     def is_shared(self) -> bool:
-        """Whether all samples share what the unit was given."""
+        """Return whether all samples share what the unit was given."""
         return self.batch != 1 and self.expanded >= self.mapped.keys()
 
     def kind(self) -> Any:
-        """What outputs' dtypes, and the way a module treats its arguments, may depend on."""
+        """Return a key of the call: what outputs' dtypes and the treatment of arguments may depend on."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         devices = {leaf.device.type for leaf in tensors} or {"cpu"}
         return (

@@ -9,7 +9,7 @@ SampleDims = tuple[dict[str, int | None], tuple[int, ...]]
 
 
 def is_opacus_layer(module: nn.Module, name: str) -> bool:
-    """Whether it is Opacus's layer of that name, or a subclass: Opacus need not be installed."""
+    """Return whether it is Opacus's layer of that name, or a subclass: Opacus need not be installed."""
     return any(cls.__name__ == name and cls.__module__.startswith("opacus.") for cls in type(module).__mro__)
 
 
@@ -28,5 +28,5 @@ def sample_dims(module: nn.Module) -> SampleDims:
 
 
 def hides_samples_from_its_layers(module: nn.Module) -> bool:
-    """Whether layers inside it see another first dimension, so that only the whole can be one unit."""
+    """Return whether layers inside it see another first dimension, so that only the whole can be one unit."""
     return is_opacus_layer(module, "DPMultiheadAttention") and not module.batch_first

@@ -100,7 +100,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         pad_batches: PadBatches = False,
         **kwargs: Any,
     ) -> Any:
-        """As Opacus's. `fused` (of `DPFlashOptimizer`), `batch_size_of` and `memory_budget` (of `FlashEngine`) may be
+        """Make a model private as Opacus does. Arguments of `DPFlashOptimizer` (`fused`) and `FlashEngine` may be
         given besides.
 
         `pad_batches`: have the loader fill batches up to a few sizes, for models that are compiled for each size: True
@@ -170,7 +170,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         grad_sample_mode: str = FLASH,
         **kwargs: Any,
     ) -> Any:
-        """As Opacus's; `epsilon_tolerance` and the accountant's options (`alphas`, …) may be given besides."""
+        """Make a model private for a target ε; accountant options (`alphas`, …) are taken too."""
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the privacy budget to be unspent, but this engine has counted steps "
@@ -208,7 +208,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Whether make_private would take the model."""
+        """Return whether make_private would take the model."""
         return is_valid(module)
 
     @classmethod

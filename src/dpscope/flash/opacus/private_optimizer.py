@@ -105,7 +105,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @property
     def padding_share(self) -> float:
-        """Of all rows trained on so far, those that were padding (`make_private(pad_batches=…)`)."""
+        """Share of padding among all rows trained on so far (`make_private(pad_batches=…)`)."""
         return self.engine.padding.share
 
     @property

@@ -1,1 +1,1 @@
-"""Which rows belong to which sample, verified on the user's own batch."""
+"""Rows of samples: which row belongs to which sample, verified on the user's own batch."""

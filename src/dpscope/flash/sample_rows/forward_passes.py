@@ -110,7 +110,7 @@ class ForwardPasses:
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether the root's forward runs for the first time, and may be run anew with other taps."""
+        """True if the root's forward runs for the first time, and may be run anew with other taps."""
         return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
 
     @contextmanager
@@ -131,7 +131,7 @@ class ForwardPasses:
             self._close()
 
     def runs_again(self) -> bool:
-        """Whether a forward pass now is that of a checkpoint, run again."""
+        """Return whether a forward pass now is that of a checkpoint, run again."""
         return self.rerunning or in_backward()
 
     # -- the root ----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class ForwardPasses:
         return without_rows(self._call_root(RootCall(forward, *made_up, self._count(*made_up))))
 
     def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
-        """Which rows of a call are samples, if its batch is padded, and the call with plain tensors."""
+        """Return the rows of a call that are samples, if its batch is padded, and the call with plain tensors."""
         if not self.expects_padding and not has_marks(args, kwargs):
             return None, (args, kwargs)
         rows = rows_in((args, kwargs))

@@ -103,7 +103,7 @@ class Run:
         self.constants[key] = fingerprints(x.unsqueeze(0), 0)
 
     def answer(self, tap: Sampled, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
-        """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
+        """Return a layer's output for a rehearsal: one row for all samples becomes B rows, and `row` is changed."""
         if y.dim() <= dim:
             return y
         if shared and y.shape[dim] == 1 and self.expand:
@@ -145,7 +145,7 @@ class ParametersUsed(TorchFunctionMode):
 
 
 def _cuts(func: Any) -> bool:
-    """Whether no gradient goes through: p.detach(), p.data."""
+    """Return whether no gradient goes through: p.detach(), p.data."""
     return getattr(func, "__name__", "") == "detach" or getattr(func, "__self__", None) is Tensor.data
 
 

@@ -1,4 +1,4 @@
-"""Which calls of the root were rehearsed, and what its forward passes may not do: the record of all rehearsals.
+"""Record of all rehearsals: which calls of the root were rehearsed, and what its forward passes may not do.
 
 The root is called in one way as long as the shapes, numbers and options that it is given and the modes of its modules
 are the same. The first time it is called in some way, that call is rehearsed (rehearsal.py).
@@ -171,7 +171,7 @@ class RehearsedCalls:
                 )
 
     def _remember(self, way: object) -> None:
-        """Of a way that is forgotten samples are only told from other rows once more."""
+        """Remember a way of calling the model. A way that is forgotten is only rehearsed again."""
         self._rehearsed[way] = self._shared
         if len(self._rehearsed) < MOST_WAYS:
             return

@@ -262,12 +262,12 @@ class LayerTap(TapOfSamples):
         return call_traced(self, x, live)
 
     def live(self) -> tuple[bool, ...]:
-        """Which of the parameters `names` require a gradient."""
+        """Return which of the parameters `names` require a gradient."""
         parameters = [self.parameters.get(key) for key in self.names]
         return tuple([parameter is not None and parameter.requires_grad for parameter in parameters])
 
     def is_traceable(self) -> bool:
-        """Whether a graph may hold the calls: `gradients` says what backward does, and no subclass says otherwise."""
+        """Return whether a graph may hold the calls: `gradients` says what backward does, and no subclass differs."""
         says = next((cls for cls in type(self).__mro__ if {"gradients", "backward"} & vars(cls).keys()), LayerTap)
         return says is not LayerTap and "gradients" in vars(says)
 
@@ -323,7 +323,7 @@ class LayerTap(TapOfSamples):
         return x.reshape(batch, -1, *x.shape[1:])
 
     def prepare(self, x: Tensor) -> Tensor:
-        """What x becomes before it is the input of the autograd node: autograd knows of that itself."""
+        """Return x as the input of the autograd node; autograd differentiates this step itself."""
         return x
 
     def operand_dtype(self, x: Tensor) -> torch.dtype | None:
