@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.flash.sample_rows import rehearsal
+from dpscope.flash.sample_rows import tried_call
 from dpscope.flash.sample_rows.self_test import SelfTest
 from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
 from tests.unit.flash.live_bytes import LiveBytes
@@ -271,7 +271,7 @@ def test_a_checkpointed_layer_that_is_followed_takes_other_options():
 
 
 def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_largest_tensors(monkeypatch):
-    monkeypatch.setattr(rehearsal, "SLICE", 2**12)  # of outputs of half a million elements
+    monkeypatch.setattr(tried_call, "SLICE", 2**12)  # of outputs of half a million elements
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4096))
     ids = torch.randint(50, (2, 64))
     engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
