@@ -2,6 +2,7 @@
 
 python benchmarks/any_model.py OUT                             # all rows on a GPU
 python benchmarks/any_model.py OUT --only resnet wrn lstm gru    # those without transformers, about 90 s on an H200
+python benchmarks/any_model.py OUT --profile --only resnet50   # with the kernels of standard and private steps
 python benchmarks/any_model.py OUT --tiny                      # the same models, small, on a CPU: does it run?
 
 Standard and flash steps alternate in blocks of one process; a ratio is the median over blocks, with its range. The
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from dpscope.flash import DPFlashOptimizer, FlashEngine
 
 BLOCKS, STEPS, WARMUP = 5, 4, 5
+KERNELS = 22
 
 
 class StandardisedConv(nn.Conv2d):
@@ -236,17 +238,33 @@ def measure(row: Row, device: str) -> dict[str, Any]:
 
 
 def profile(row: Row, device: str) -> str:
-    """The kernels of a private step that take most time."""
-    loop = Loop(row, device, True)
-    loop.block(WARMUP)
-    loop.engine.rehearsals.schedule.pause()
-    with torch.profiler.profile() as profiler:
-        loop.block(2)
-    kind = "device" if device == "cuda" else "cpu"
-    table = profiler.key_averages().table(
-        sort_by=f"self_{kind}_time_total", row_limit=15, max_name_column_width=60, top_level_events_only=False
-    )
-    return f"{row.name}: two private steps\n{table}"
+    """The costliest kernels of a standard and of a private step, the time the device is busy, and the host's time."""
+    lines = []
+    for private in (False, True):
+        loop = Loop(row, device, private)
+        loop.block(WARMUP)
+        if private:
+            loop.engine.rehearsals.schedule.pause()
+        loop.wait()
+        start = time.perf_counter()
+        loop.step()
+        host = (time.perf_counter() - start) * 1e3
+        wall = loop.block(STEPS)
+        with torch.profiler.profile() as profiler:
+            loop.block(2)
+        kind = "device" if device == "cuda" else "cpu"
+        events = [
+            event
+            for event in profiler.key_averages()
+            if device != "cuda" or event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        times = {event.key: (getattr(event, f"self_{kind}_time_total") / 2e3, event.count / 2) for event in events}
+        busy = sum(each for each, _ in times.values())
+        title = "private" if private else "standard"
+        lines.append(f"{row.name}, {title} step: {wall:.1f} ms, device busy {busy:.1f} ms, host {host:.1f} ms")
+        top = sorted(times.items(), key=lambda item: -item[1][0])[:KERNELS]
+        lines += [f"  {each:8.3f} ms {count:7.1f} calls  {name[:110]}" for name, (each, count) in top]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -254,6 +272,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--profile", action="store_true", help="list kernels of every row, not of the slowest alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
@@ -280,7 +299,11 @@ def main() -> None:
         print(lines[-1], flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
-    if slowest[1] is not None:
+        if options.profile and "error" not in found:
+            text = profile(row, device)
+            (options.out / f"profile-{name}.txt").write_text(text)
+            print(text, flush=True)
+    if slowest[1] is not None and not options.profile:
         text = profile(slowest[1], device)
         (options.out / "slowest-profile.txt").write_text(text)
         print(text)
