@@ -191,9 +191,10 @@ class ConvProduct:
 
 
 def _padded(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return x in NCHW with its padding, in float32: windows begin at any element, and a thread copies 4 bytes at least.
+    """Return x in NCHW with its padding, in float32.
 
-    TF32 holds bfloat16 and float16 as they are, so products are those of the half-precision operands.
+    Windows begin at any element, and GPUs copy into shared memory 4 bytes at a time, or more. TF32 holds bfloat16 and
+    float16 as they are, so products are those of the half-precision operands.
     """
     n = len(geometry.kernel)
     if not any(geometry.padding):

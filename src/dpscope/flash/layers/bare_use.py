@@ -21,7 +21,8 @@ from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
-from dpscope.flash.layers.row_derivatives import PROBES, Verdict, pulled_back_by_rows
+from dpscope.flash.layers.conv import Patches
+from dpscope.flash.layers.row_derivatives import PROBES, RowForm, Verdict, derived, row_form
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import TapOfSamples
@@ -124,7 +125,7 @@ class BareUse(_Seen):
         if found is None:
             found = gradients_by_row(self, operands, spec, gs, autocast)
             if self.each > 1:
-                found = [(operand, self.block(values).sum(1)) for operand, values in found]
+                found = [(operand, self.block(_whole(values)).sum(1)) for operand, values in found]
         parts = [part for operand, g in found for part in self._of_parameters(operand.plain, g)]
         # What is added to later has to have a place for each element, and not to be autograd's or another parameter's:
         # a sum's terms have one gradient, the same tensor.
@@ -149,8 +150,12 @@ class BareUse(_Seen):
         """Return the slot of the parameter, if the tensor is one itself."""
         return slot_of(self.tap, plain)
 
-    def _of_parameters(self, q: Tensor, gradients: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """From (B, *q.shape) on to the parameters that q is made of."""
+    def _of_parameters(self, q: Tensor, gradients: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
+        """From (B, *q.shape) on to the parameters that q is made of; those in closed form are added here."""
+        if isinstance(gradients, Patches):
+            if self._add_derived(q, gradients):
+                return
+            gradients = gradients.materialise()
         slot = self.slot(q)
         if slot is not None:
             yield slot, gradients.reshape(len(gradients), *q.shape)
@@ -168,22 +173,48 @@ class BareUse(_Seen):
             if values is not None:
                 yield slot, values
 
+    def _add_derived(self, q: Tensor, patches: Patches) -> bool:
+        """Give the engine the gradients of the one weight that q is made of as those of q, where that is exact."""
+        if not patches.by_kernel or (q._base is not None and slot_of(self.tap, q._base) is not None):
+            return False
+        slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
+        form = self._row_form(q, [slot.parameter for slot in slots], patches.batch_size) if len(slots) == 1 else None
+        if form is None:
+            return False
+        if slots[0].why != self.why:
+            slots[0].describe("derived", self.why, patches.shapes)
+        self.tap.engine.add(slots[0], derived(patches, form))
+        return True
+
     def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
         """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of."""
-        alike = [index for index, each in enumerate(parameters) if each.shape == q.shape and each.dtype == q.dtype]
+        form = self._row_form(q, parameters, len(rows))
+        if form is None:
+            return _vjp(q, parameters, rows)
+        index = next(index for index, each in enumerate(parameters) if each.shape == q.shape)
+        others = parameters[:index] + parameters[index + 1 :]
+        found = list(_vjp(q, others, rows)) if others else []
+        return [*found[:index], form.applied(rows), *found[index:]]
+
+    def _row_form(self, q: Tensor, parameters: list[nn.Parameter], batch: int) -> RowForm | None:
+        """Return the derivative of the one parameter of q's shape, if it has a closed form."""
+        alike = [each for each in parameters if each.shape == q.shape]
         wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 2 * PROBES
         refuted = self._verdict is not None and self._verdict.is_no()
-        if len(alike) != 1 or not wide or len(rows) <= PROBES or refuted or dry_run.current() is not None:
-            return _vjp(q, parameters, rows)
-        (index,), weight = alike, parameters[alike[0]]
-        values, fits = pulled_back_by_rows(weight, rows, lambda probes: _vjp(q, [weight], probes, zeros=True)[0])
+        if len(alike) != 1 or not wide or batch <= PROBES or refuted or dry_run.current() is not None:
+            return None
+        if alike[0].dtype != q.dtype:
+            return None
+        form, fits = row_form(alike[0], lambda probes: _vjp(q, alike, probes, zeros=True)[0])
         if self._verdict is None or self._verdict.has_come():
             awaited, self._verdict = self._verdict is None, Verdict(fits.all())
             if (awaited and not bool(fits.all())) or self._verdict.is_no():  # the first is waited for
-                return _vjp(q, parameters, rows)
-        others = parameters[:index] + parameters[index + 1 :]
-        found = list(_vjp(q, others, rows)) if others else []
-        return [*found[:index], values, *found[index:]]
+                return None
+        return form
+
+
+def _whole(values: Tensor | Patches) -> Tensor:
+    return values.materialise() if isinstance(values, Patches) else values
 
 
 def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:

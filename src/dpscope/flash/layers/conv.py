@@ -81,6 +81,12 @@ class Patches(Saved):
             patches, rows = (_images_along_positions(each, images, groups) for each in (patches, rows))
         return Outer(patches.mT, rows.mT, self.decision)
 
+    def products_along(self, basis: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor]:
+        """Return per-sample gradients, if kept, and (B, 3, O) float64: squares of rows, products with (2, O, n)."""
+        dtype = stored_dtype(self.g.dtype) if keep else None
+        values, products = conv_products(self._product(), dtype, basis=basis)
+        return None if values is None else values.view(-1, *self.shape), products.sum(1)
+
     def taken(self, index: Tensor) -> Patches:
         x, g = take_rows(self.first, index), take_rows(self.g, index)
         return Patches(x, g, self.geometry, self.shape, self.decision)
@@ -270,17 +276,23 @@ class ConvTap(LayerTap):
             add_patches(self, slot, x, g, geometry)
 
 
+def patches_of(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> Patches:
+    """Return the operands of a convolution's weight gradient, with the path that is chosen for them."""
+    patches = Patches(x, g, geometry, shape, UNDECIDED)
+    patches.decision = _decide(tap, patches)
+    return patches
+
+
 def add_patches(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, geometry: Geometry) -> None:
     """Give the engine the per-sample gradients of a convolution's weight, kept or as x and g."""
-    patches = Patches(x, g, geometry, tuple(slot.parameter.shape), UNDECIDED)
-    patches.decision = decision = _decide(tap, patches)
-    slot.describe("patches", decision, {"x": x.shape, "g": g.shape})
-    if decision.path == KEEP:
-        kept = patches.kept()
-        alone = x.shape[0] == 1 and kept.values.dtype != stored_dtype(slot.parameter.dtype)
-        tap.engine.add(slot, Kept(kept.values.to(stored_dtype(slot.parameter.dtype))) if alone else kept)
-    else:
+    patches = patches_of(tap, x, g, geometry, tuple(slot.parameter.shape))
+    slot.describe("patches", patches.decision, {"x": x.shape, "g": g.shape})
+    if patches.decision.path != KEEP:
         tap.engine.add(slot, patches)
+        return
+    kept, dtype = patches.kept(), stored_dtype(slot.parameter.dtype)
+    alone = x.shape[0] == 1 and kept.values.dtype != dtype
+    tap.engine.add(slot, Kept(kept.values.to(dtype)) if alone else kept)
 
 
 def _decide(tap: TapOfSamples, patches: Patches) -> Decision:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.layers import bare_use
-from dpscope.flash.layers.row_derivatives import pulled_back_by_rows
+from dpscope.flash.layers.row_derivatives import row_form
 from tests.unit.flash.agreement import assert_exact
 
 
@@ -56,10 +56,27 @@ def test_gradients_are_those_of_autograd(name, dtype):
     w = torch.randn(6, 5, 3, 3, dtype=dtype).add_(0.3).requires_grad_()
     q, rows = FITTING[name](w), torch.randn(7, 6, 5, 3, 3, dtype=dtype)
     before = torch.get_rng_state()
-    found, fits = pulled_back_by_rows(w, rows, lambda probes: autograds(q, w, probes))
+    form, fits = row_form(w, lambda probes: autograds(q, w, probes))
+    found = form.applied(rows)
     assert fits.all()
     torch.testing.assert_close(found, autograds(q, w, rows), rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_norms_come_from_squares_and_products_with_the_basis(name):
+    torch.manual_seed(0)
+    w = torch.randn(6, 5, 3, 3, dtype=torch.float64).add_(0.3).requires_grad_()
+    q, rows = FITTING[name](w), torch.randn(7, 6, 5, 3, 3, dtype=torch.float64)
+    form, _ = row_form(w, lambda probes: autograds(q, w, probes))
+    flat = rows.flatten(2)
+    products = torch.stack([flat.square().sum(2), *((flat * e).sum(2) for e in form.basis)], 1)
+    exact = autograds(q, w, rows).flatten(1).square().sum(1)
+    torch.testing.assert_close(form.norms_squared(products), exact, rtol=1e-9, atol=0)
+    inside = form.basis[1].expand(7, -1, -1)  # nothing of it is outside of the basis: never below the truth
+    products = torch.stack([torch.ones(7, 6), torch.zeros(7, 6), torch.ones(7, 6)], 1).double()
+    exact = autograds(q, w, inside.reshape(rows.shape)).flatten(1).square().sum(1)
+    assert (form.norms_squared(products) >= exact * (1 - 1e-9)).all()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -67,9 +84,9 @@ def test_another_derivative_is_found_out_and_gives_no_numbers(name):
     torch.manual_seed(0)
     w = torch.randn(6, 5, 3, 3, requires_grad=True)
     q = OTHERS[name](w)
-    found, fits = pulled_back_by_rows(w, torch.randn(2, 6, 5, 3, 3), lambda probes: autograds(q, w, probes))
+    form, fits = row_form(w, lambda probes: autograds(q, w, probes))
     assert not fits.any()
-    assert found.isnan().all()
+    assert form.applied(torch.randn(2, 6, 5, 3, 3)).isnan().all()
 
 
 class Standardised(nn.Conv2d):

@@ -1,0 +1,179 @@
+"""Per-sample gradients of convolutions without patches: values, norms, products with a basis, and clipped sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscope.flash.kernels import conv_products as module
+from dpscope.flash.kernels.conv_products import (
+    ConvProduct,
+    ConvTiles,
+    Geometry,
+    conv_products,
+    conv_sum,
+    default_tiles,
+    serves_conv,
+)
+from dpscope.vocabulary import families
+from dpscope.vocabulary.launches import hearing
+
+# kernel, stride, padding, dilation, groups, channels, outs, size, images of a sample
+CASES = {
+    "one element": ((1, 1), (1, 1), (0, 0), (1, 1), 1, 6, 9, (5, 7), 1),
+    "one element, strided": ((1, 1), (2, 2), (0, 0), (1, 1), 1, 3, 4, (7, 8), 1),
+    "one element, padded": ((1, 1), (2, 1), (1, 2), (1, 1), 2, 4, 4, (4, 5), 2),
+    "three by three": ((3, 3), (1, 1), (1, 1), (1, 1), 1, 5, 20, (6, 7), 1),
+    "odd": ((3, 2), (2, 1), (1, 0), (1, 2), 2, 6, 8, (9, 8), 1),
+    "larger than the image": ((5, 5), (3, 3), (2, 2), (1, 1), 1, 2, 3, (3, 4), 1),
+    "groups of one": ((3, 3), (1, 1), (1, 1), (1, 1), 4, 4, 8, (5, 5), 1),
+    "a line": ((3,), (2,), (2,), (2,), 1, 4, 5, (13,), 1),
+    "a line, one element": ((1,), (1,), (0,), (1,), 1, 3, 17, (7,), 1),
+    "several images": ((3, 3), (1, 1), (1, 1), (1, 1), 1, 3, 4, (5, 5), 3),
+}
+TILES = [None, ConvTiles(16, 32, 16, 1, 1)]
+
+
+def operands(name: str, batch: int = 3, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    kernel, stride, padding, dilation, groups, channels, outs, size, images = CASES[name]
+    geometry = Geometry(kernel, stride, padding, dilation, groups)
+    lead = (batch,) if images == 1 else (batch, images)
+    x = torch.randn(*lead, channels, *size, device=device).to(dtype)
+    shape = (outs, channels // groups, *kernel)
+    rows = x if images == 1 else x.flatten(0, 1)
+    out = _convolve(rows.float(), torch.zeros(shape, device=device), geometry)
+    return x, torch.randn(*lead, *out.shape[1:], device=device).to(dtype), geometry, shape
+
+
+def _convolve(x: Tensor, weight: Tensor, at: Geometry) -> Tensor:
+    convolve = (F.conv1d, F.conv2d)[len(at.kernel) - 1]
+    return convolve(x, weight, None, at.stride, at.padding, at.dilation, at.groups)
+
+
+def exact(x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> Tensor:
+    """(B, *shape), by float64 autograd, one sample after the other."""
+    found = []
+    for images, gradients in zip(x.double(), g.double(), strict=True):
+        alone = images.dim() == len(geometry.kernel) + 1
+        weight = torch.zeros(shape, dtype=torch.float64, device=x.device, requires_grad=True)
+        y = _convolve(images[None] if alone else images, weight, geometry)
+        found.append(torch.autograd.grad(y, weight, gradients[None] if alone else gradients)[0])
+    return torch.stack(found) if found else x.new_empty((0, *shape), dtype=torch.float64)
+
+
+@pytest.fixture
+def kernels(backend: str) -> None:
+    if backend != "triton":
+        pytest.skip("the kernels have no other backend: callers unfold patches")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_values_norms_and_sums_are_those_of_autograd(name: str, tiles: ConvTiles | None) -> None:
+    x, g, geometry, shape = operands(name)
+    truth = exact(x, g, geometry, shape)
+    product = ConvProduct(x, g, geometry, in_tf32=False, tiles=tiles)
+    values, parts = conv_products(product, torch.float32)
+    torch.testing.assert_close(values.view_as(truth).double(), truth, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(parts.sum(1), values.double().square().sum((1, 2)), rtol=2e-6, atol=0)
+    assert torch.equal(conv_products(product, None)[1], parts)
+    scale = torch.tensor([0.25, 3.0, 1e-6])
+    torch.testing.assert_close(
+        conv_sum(product, scale).view(shape).double(), torch.einsum("b,b...->...", scale.double(), truth),
+        rtol=1e-5, atol=5e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["three by three", "odd"])
+def test_products_with_a_basis_are_those_of_the_stored_values(name: str) -> None:
+    x, g, geometry, shape = operands(name)
+    basis = torch.randn(2, shape[0], torch.Size(shape[1:]).numel())
+    product = ConvProduct(x, g, geometry, in_tf32=False, tiles=ConvTiles(16, 32, 16, 1, 1))
+    values, parts = conv_products(product, torch.float32, basis=basis)
+    rows = values.double()
+    expected = torch.stack([rows.square().sum(2), *((rows * e.double()).sum(2) for e in basis)], 1)
+    torch.testing.assert_close(parts.sum(1), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["one element", "three by three"])
+def test_layouts_and_half_precision(name: str) -> None:
+    """Norms are of the rounded values. (The interpreter truncates to bfloat16.)"""
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x, g, geometry, shape = operands(name, dtype=torch.bfloat16)
+        x, g = (each.to(memory_format=layout) for each in (x, g))
+        values, parts = conv_products(ConvProduct(x, g, geometry, in_tf32=False), torch.bfloat16)
+        torch.testing.assert_close(values.view(-1, *shape).double(), exact(x, g, geometry, shape), rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(parts.sum(1), values.double().square().sum((1, 2)), rtol=2e-6, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_every_finite_value_has_its_square() -> None:
+    x, g, geometry, _ = operands("three by three", batch=5)
+    sizes = torch.tensor([1e-17, 1e-12, 1.0, 1e12, 1e19])
+    x, g = (each * sizes.view(-1, 1, 1, 1) for each in (x, g))
+    values, parts = conv_products(ConvProduct(x[:4], g[:4], geometry, in_tf32=False), torch.float32)
+    expected = values.double().square().sum((1, 2))
+    assert (expected > 0).all()
+    torch.testing.assert_close(parts.sum(1), expected, rtol=2e-6, atol=0)
+    g[2, 0, 0, 0] = torch.nan
+    g[1, 0, 0, 0] = torch.inf
+    _, parts = conv_products(ConvProduct(x, g, geometry, in_tf32=False), None)
+    assert parts.sum(1).isfinite().tolist() == [True, False, False, True, False]  # the last overflows float32
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_sample_without_a_factor_has_no_share_in_a_sum() -> None:
+    x, g, geometry, shape = operands("three by three", batch=5)
+    truth = exact(x, g, geometry, shape)
+    x[1], g[3] = torch.nan, torch.inf
+    scale = torch.tensor([1.0, 0.0, 2.0, torch.nan, 2.0**-101])
+    total = conv_sum(ConvProduct(x, g, geometry, in_tf32=False), scale).view(shape)
+    torch.testing.assert_close(total.double(), truth[0] + 2 * truth[2], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_a_sum_does_not_depend_on_how_the_batch_is_divided(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    x, g, geometry, shape = operands("odd", batch=7)
+    scale = torch.rand(7)
+    total = conv_sum(ConvProduct(x, g, geometry, in_tf32=False), scale).view(shape)
+    expected = torch.einsum("b,b...->...", scale.double(), exact(x, g, geometry, shape))
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_launches_are_announced() -> None:
+    x, g, geometry, _ = operands("one element")
+    heard = []
+    with hearing(heard.append):
+        product = ConvProduct(x, g, geometry, in_tf32=False)
+        values, parts = conv_products(product, torch.float32)
+        conv_sum(product, torch.rand(3))
+    products, sums = heard
+    assert (products.name, products.family) == ("_conv_products_kernel", families.GEMM)
+    assert [t.data_ptr() for t in products.writes] == [parts.data_ptr(), values.data_ptr()]
+    assert products.flops == sums.flops == 2 * 3 * 35 * 6 * 9
+
+
+def test_what_is_not_served(backend: str) -> None:
+    x, g, geometry, _ = operands("three by three")
+    assert serves_conv(x, g, geometry, backend=backend) is (backend == "triton")
+    assert not serves_conv(x, g, geometry)  # on a CPU
+    for no in ((x.double(), g.double()), (x, g.bfloat16()), (x[:0], g[:0])):
+        if backend == "triton":
+            with pytest.raises(ValueError, match="does not serve"):
+                serves_conv(*no, geometry, backend=backend)
+        else:
+            assert not serves_conv(*no, geometry, backend=backend)
+
+
+def test_tiles_leave_little_empty() -> None:
+    assert default_tiles(64, 147, 4)[:2] == (64, 64)
+    assert default_tiles(512, 4608, 2)[:2] == (128, 128)
+    assert default_tiles(4, 36, 4)[:2] == (16, 64)
