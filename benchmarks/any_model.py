@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -208,7 +209,7 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def measure(row: Row, device: str) -> dict[str, Any]:
+def measure(row: Row, device: str) -> tuple[dict[str, Any], list[Loop]]:
     found: dict[str, Any] = {"name": row.name, "bar": row.bar}
     peaks, loops = [], []
     for private in (False, True):
@@ -234,17 +235,13 @@ def measure(row: Row, device: str) -> dict[str, Any]:
         "range": [ratios[0], ratios[-1]],
         "peak": peaks[1] / peaks[0] if peaks else None,
     }
-    return found
+    return found, loops
 
 
-def profile(row: Row, device: str) -> str:
+def profile(loops: list[Loop], device: str) -> str:
     """The costliest kernels of a standard and of a private step, the time the device is busy, and the host's time."""
     lines = []
-    for private in (False, True):
-        loop = Loop(row, device, private)
-        loop.block(WARMUP)
-        if private:
-            loop.engine.rehearsals.schedule.pause()
+    for title, loop in zip(("standard", "private"), loops, strict=True):
         loop.wait()
         start = time.perf_counter()
         loop.step()
@@ -260,8 +257,7 @@ def profile(row: Row, device: str) -> str:
         ]
         times = {event.key: (getattr(event, f"self_{kind}_time_total") / 2e3, event.count / 2) for event in events}
         busy = sum(each for each, _ in times.values())
-        title = "private" if private else "standard"
-        lines.append(f"{row.name}, {title} step: {wall:.1f} ms, device busy {busy:.1f} ms, host {host:.1f} ms")
+        lines.append(f"{loop.row.name}, {title} step: {wall:.1f} ms, device busy {busy:.1f} ms, host {host:.1f} ms")
         top = sorted(times.items(), key=lambda item: -item[1][0])[:KERNELS]
         lines += [f"  {each:8.3f} ms {count:7.1f} calls  {name[:110]}" for name, (each, count) in top]
     return "\n".join(lines)
@@ -271,19 +267,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="patterns of rows' names")
     parser.add_argument("--profile", action="store_true", help="list kernels of every row, not of the slowest alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
     lines = []
-    slowest: tuple[float, Row | None] = (0.0, None)
+    slowest: tuple[float, list[Loop]] = (0.0, [])
     for row in rows(options.tiny):
-        if options.only and not any(word in row.name for word in options.only):
+        if options.only and not any(re.search(word, row.name) for word in options.only):
             continue
+        loops: list[Loop] = []
         try:
-            found = measure(row, device)
-            slowest = max(slowest, (found["ratio"], row), key=lambda pair: pair[0])
+            found, loops = measure(row, device)
+            if not options.profile:
+                slowest = max(slowest, (found["ratio"], loops), key=lambda pair: pair[0])
             low, high = found["range"]
             first = found["first_step_ms_flash"] / found["standard_ms"]
             lines.append(
@@ -297,13 +295,14 @@ def main() -> None:
         name = row.name.replace(" ", "-")
         (options.out / f"any-model-{name}.json").write_text(json.dumps(found, indent=1))
         print(lines[-1], flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        if options.profile and "error" not in found:
-            text = profile(row, device)
+        if options.profile and loops:
+            text = profile(loops, device)
             (options.out / f"profile-{name}.txt").write_text(text)
             print(text, flush=True)
-    if slowest[1] is not None and not options.profile:
+        del loops
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    if slowest[1]:
         text = profile(slowest[1], device)
         (options.out / "slowest-profile.txt").write_text(text)
         print(text)
