@@ -43,7 +43,7 @@ class Patches(Saved):
     Where a sample has k images, both have one dimension more: (B, k, C, *).
     """
 
-    __slots__ = ("geometry", "in_tf32", "shape")
+    __slots__ = ("by_kernel", "geometry", "in_tf32", "shape")
     kind = "patches"
 
     def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
@@ -51,11 +51,8 @@ class Patches(Saved):
         self.geometry = geometry
         self.shape = shape  # of the weight
         self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
-
-    @property
-    def by_kernel(self) -> bool:
-        """True if kernels that need no patches serve; those of depthwise layers are torch's."""
-        return not _is_depthwise(self.shape, self.geometry) and serves_conv(self.first, self.g, self.geometry)
+        # Kernels that need no patches; depthwise layers have torch's.
+        self.by_kernel = not _is_depthwise(shape, geometry) and serves_conv(self.first, self.g, geometry)
 
     def _product(self) -> ConvProduct:
         return ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
