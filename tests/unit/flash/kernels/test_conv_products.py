@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpscope.flash.kernels import conv_products as module
 from dpscope.flash.kernels.conv_products import (
@@ -17,8 +17,12 @@ from dpscope.flash.kernels.conv_products import (
     default_tiles,
     serves_conv,
 )
+from dpscope.flash.layers import conv as layer
+from dpscope.flash.layers.row_derivatives import Derived
 from dpscope.vocabulary import families
 from dpscope.vocabulary.launches import hearing
+from tests.unit.flash.agreement import CLIPPING, PATHS, assert_exact
+from tests.unit.flash.flash_models import sine_losses
 
 # kernel, stride, padding, dilation, groups, channels, outs, size, images of a sample
 CASES = {
@@ -159,6 +163,48 @@ def test_launches_are_announced() -> None:
     assert (products.name, products.family) == ("_conv_products_kernel", families.GEMM)
     assert [t.data_ptr() for t in products.writes] == [parts.data_ptr(), values.data_ptr()]
     assert products.flops == sums.flops == 2 * 3 * 35 * 6 * 9
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.weight.flatten(1)
+        flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
+        return F.conv2d(x, flat.view_as(self.weight), self.bias, self.stride, self.padding)
+
+
+@pytest.fixture
+def engines_use_kernels(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serves(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
+        return x.dtype != torch.float64 and serves_conv(x, g, geometry, backend="triton")
+
+    monkeypatch.setattr(layer, "serves_conv", serves)
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+@pytest.mark.parametrize("in_tf32", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_an_engine_that_uses_the_kernels_is_exact(
+    path: str | None, in_tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths differ where operands may be rounded; the interpreter rounds none."""
+    monkeypatch.setattr(layer, "cudnn_in_tf32", lambda device, operator: in_tf32)
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 4, 1, 2), nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, 1, 1, groups=4),
+    )  # fmt: skip
+    engine = assert_exact(model, {"x": torch.randn(3, 2, 9, 7)}, sine_losses, path=path)
+    if path == "gram":
+        reason = engine.slot(model[0].weight).why
+        assert ("gram was asked for" in str(reason)) is in_tf32
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+@pytest.mark.parametrize("path", ["direct", "keep"])
+def test_gradients_of_a_derived_weight_are_never_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(StandardisedConv(3, 8, 3, 2, 1), nn.ReLU(), StandardisedConv(8, 4, 3, 1, 1))
+    monkeypatch.setattr(Derived, "materialise", None)
+    for clipping in CLIPPING:
+        assert_exact(model, {"x": torch.randn(5, 3, 6, 5)}, sine_losses, path=path, clipping=clipping)
 
 
 def test_what_is_not_served(backend: str) -> None:
