@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,8 +138,8 @@ class ConvProduct:
 
     def _met(self, x: Tensor) -> Tensor:
         """Return the positions of x that kernels of one element meet."""
-        steps = (slice(None, None, step) for step in self.geometry.stride)
-        return self.geometry.padded(x)[(..., *steps)]
+        steps: Any = (..., *(slice(None, None, step) for step in self.geometry.stride))
+        return self.geometry.padded(x)[steps]
 
     def _in_words(self, rows: Tensor) -> Tensor:
         """(…, *positions) -> (…, length), filled up with zeros to whole words, so that a thread copies several."""
@@ -201,8 +201,8 @@ def _padded(x: Tensor, geometry: Geometry) -> Tensor:
         return x.to(torch.float32).contiguous()
     sizes = [size + 2 * pad for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)]
     padded = x.new_zeros((*x.shape[:-n], *sizes), dtype=torch.float32)
-    inner = [slice(pad, pad + size) for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)]
-    padded[(..., *inner)] = x
+    inner: Any = (..., *(slice(pad, pad + size) for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)))
+    padded[inner] = x
     return padded
 
 

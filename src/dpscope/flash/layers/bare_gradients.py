@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from dpscope.flash.gradients.contributions import Lookup, sample_products, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
-from dpscope.flash.layers.conv import Patches, add_patches, patches_of, setting_of
+from dpscope.flash.layers.conv import add_patches, patches_of, setting_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
 from dpscope.flash.taps.taps import TapOfSamples
 
@@ -75,7 +75,7 @@ class Use(Protocol):
     def slot(self, plain: Tensor) -> Slot | None: ...
 
 
-Gradients = list[tuple[Operand, Tensor | Patches]]
+Gradients = list[tuple[Operand, Any]]  # (B, *shape) tensors, or the Patches of a convolution
 
 
 def _reduced(g: Tensor, shape: torch.Size) -> Tensor:
