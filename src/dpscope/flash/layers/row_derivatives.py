@@ -226,12 +226,8 @@ def _find(members: list[Derived]) -> None:
     form, fits = row_forms(weights, [each.basis for each in members], lambda probes: pulled(qs, weights, probes))
     squares = form.squares(torch.cat([each.products for each in members], 2))
     verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
-    of_each = zip(
-        members,
-        *(torch.split(each, sizes) for each in (form.scale, form.inner)),
-        torch.split(squares, sizes, 1),
-        strict=True,
-    )
+    scales, inners = (torch.split(each, sizes) for each in (form.scale, form.inner))
+    of_each = zip(members, scales, inners, torch.split(squares, sizes, 1), strict=True)
     for index, (member, scale, inner, own) in enumerate(of_each):
         member.form, member.squared = RowForm(scale, inner), own.sum(1)
         member.tell(verdict, index)
