@@ -1,14 +1,16 @@
-"""Conv1d, Conv2d, Conv3d: a Linear over unfolded patches.
+"""Conv1d, Conv2d, Conv3d: a Linear over patches.
 
 With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
-window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product. Patches are
-Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed. They
-are made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order of memory,
-and none for kernels of one element.
+window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product.
+
+On a GPU, kernels load the windows as they multiply them (kernels/conv_products.py), for norms, kept gradients and sums
+alike. Where they do not serve, patches are made again, some samples at a time, when they are needed. They are Π kernel
+times as large as x, and made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order
+of memory, and none for kernels of one element.
 
 On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
-it is told to. Per-sample gradients that are kept are rounded as the convolution is, for norm and sum are of the values
-that are kept. All else is of products that are rounded as the user has them.
+it is told to. The kernels round as the convolution does, as it was set in backward. Of patches only kept gradients are
+rounded so; all else is of products that are rounded as the user has them.
 """
 
 from __future__ import annotations
