@@ -95,7 +95,8 @@ def compile_part(part: int, workers: int) -> None:
     for shape, dtype, mode, tiles in configurations():
         x, g, geometry = operands(shape, dtype, 2, "cuda")
         product = ConvProduct(x, g, geometry, in_tf32=True, tiles=tiles)
-        seen.setdefault((dtype, mode, tiles, product.word, product.pointwise), (x, g, geometry))
+        kind = product.plan.constants
+        seen.setdefault((dtype, mode, tiles, kind["WORD"], kind["POINTWISE"]), (x, g, geometry))
     for (_, mode, tiles, _, _), (x, g, geometry) in list(seen.items())[part::workers]:
         with suppress(Exception):  # a tile may not fit into shared memory
             call_of(mode, x, g, geometry, tiles)()

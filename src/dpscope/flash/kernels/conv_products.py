@@ -31,8 +31,9 @@ Served: bfloat16, float16 and float32, one or two spatial dimensions. Callers ha
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,11 +72,7 @@ class Geometry:
         return F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)]) if any(self.padding) else x
 
     def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
-        """x: (b, C, *) -> (b·groups, C/groups · Π kernel, L), the windows under the `out` positions.
-
-        In memory, positions come last on a CPU, where that is one plain copy, and first on a GPU, whose kernels read
-        the channels of a position together.
-        """
+        """x: (b, C, *) -> (b·groups, C/groups · Π kernel, L), the windows under the `out` positions."""
         x = self.padded(x)
         batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
         size = (batch, self.groups, channels, *out, *self.kernel)
@@ -83,9 +80,6 @@ class Geometry:
         taps = [stride * step for stride, step in zip(spatial, self.dilation, strict=True)]
         windows = x.as_strided(size, (x.stride(0), x.stride(1) * channels, x.stride(1), *steps, *taps))
         n, width, length = len(out), channels * math.prod(self.kernel), math.prod(out)
-        if x.is_cuda:
-            windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-            return windows.reshape(batch * self.groups, length, width).mT
         windows = windows.permute(0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n))
         return windows.reshape(batch * self.groups, width, length)
 
@@ -111,6 +105,54 @@ def _block(size: int) -> int:
     return min((128, 64, 32, 16), key=lambda block: -(-size // block) * (block + 32))
 
 
+class _Plan(NamedTuple):
+    """Sizes of a product and the arguments that both kernels take."""
+
+    batch: int
+    outs: int
+    d: int
+    tiles: int  # of one sample
+    columns: int  # of tiles
+    missing: int  # positions up to a whole word
+    flops: int
+    arguments: tuple[int, ...]
+    constants: Mapping[str, int | str]
+
+
+@lru_cache(maxsize=1024)  # asked by every layer in every step
+def _plan(
+    x: tuple[int, ...], g: tuple[int, ...], at: Geometry, dtype: torch.dtype, in_tf32: bool, tiles: ConvTiles | None
+) -> _Plan:
+    n, kernel = len(at.kernel), math.prod(at.kernel)
+    channels, p, batch = x[-n - 1] // at.groups, g[-n - 1] // at.groups, g[0]
+    d, length, images = channels * kernel, math.prod(g[-n:]), g[1] if len(g) > n + 2 else 1
+    sides = [size + 2 * pad for size, pad in zip(x[-n:], at.padding, strict=True)]
+    line = sides[-1] if n == 2 else 0
+    missing = -length % 8 if length % (4 if dtype == torch.float32 else 2) else 0
+    word = math.gcd(length + missing, 8)
+    tiles = tiles or default_tiles(p, d, dtype.itemsize)
+    columns = -(-d // tiles.block_n)
+    each = at.groups * -(-p // tiles.block_o) * columns
+    integers: tuple[int, ...] = (
+        images,
+        length,
+        (length + missing) // word,
+        g[-1],
+        at.stride[0] * line,
+        at.stride[-1],
+        p,
+        d,
+        channels,
+    )
+    integers += (at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides))
+    precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
+    constants: dict[str, int | str] = {"WORD": word, "POINTWISE": kernel == 1, "PRECISION": precision}
+    for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
+        constants[name] = value
+    flops = 2 * batch * images * length * at.groups * p * d
+    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, integers, constants)
+
+
 class ConvProduct:
     """The operands of one convolution as the kernels read them.
 
@@ -121,73 +163,19 @@ class ConvProduct:
     def __init__(
         self, x: Tensor, g: Tensor, geometry: Geometry, *, in_tf32: bool, tiles: ConvTiles | None = None
     ) -> None:
-        n, several = len(geometry.kernel), x.dim() > len(geometry.kernel) + 2
-        self.geometry, self.batch = geometry, g.shape[0]
-        self.images = g.shape[1] if several else 1
-        self.p = g.shape[-n - 1] // geometry.groups
-        self.d = x.shape[-n - 1] // geometry.groups * math.prod(geometry.kernel)
-        self.length, self.width_out = math.prod(g.shape[-n:]), g.shape[-1]
-        self.pointwise = math.prod(geometry.kernel) == 1
-        self.g = self._in_words(g)
-        self.x = self._in_words(self._met(x)) if self.pointwise else _padded(x, geometry)
-        self.word = math.gcd(self.g.shape[-1], 8)
-        self.precision = "tf32" if in_tf32 or g.dtype != torch.float32 else "tf32x3"
-        self.tiles = tiles or default_tiles(self.p, self.d, g.element_size())
-        self.rows = -(-self.p // self.tiles.block_o)
-        self.columns = -(-self.d // self.tiles.block_n)
+        self.plan = _plan(x.shape, g.shape, geometry, g.dtype, in_tf32, tiles)
+        self.g = self._in_words(g, geometry)
+        if self.plan.constants["POINTWISE"]:
+            met: Any = (..., *(slice(None, None, step) for step in geometry.stride))
+            self.x = self._in_words(geometry.padded(x)[met] if geometry.copies else x, geometry)
+        else:
+            self.x = _padded(x, geometry)
 
-    def _met(self, x: Tensor) -> Tensor:
-        """Return the positions of x that kernels of one element meet."""
-        steps: Any = (..., *(slice(None, None, step) for step in self.geometry.stride))
-        return self.geometry.padded(x)[steps]
-
-    def _in_words(self, rows: Tensor) -> Tensor:
+    def _in_words(self, rows: Tensor, geometry: Geometry) -> Tensor:
         """(…, *positions) -> (…, length), filled up with zeros to whole words, so that a thread copies several."""
-        rows = rows.contiguous().flatten(rows.dim() - len(self.geometry.kernel))
-        missing = -self.length % 8 if self.length % (4 if rows.element_size() == 4 else 2) else 0
-        return F.pad(rows, (0, missing)) if missing else rows
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.images * self.length * self.geometry.groups * self.p * self.d
-
-    def arguments(self) -> tuple[int, ...]:
-        """Return the integers that both kernels take, in their order."""
-        at = self.geometry
-        width = self.x.shape[-1]
-        lines = len(at.kernel) == 2
-        channels = self.d // math.prod(at.kernel)
-        area = self.x.numel() // (self.batch * self.images * at.groups * channels)
-        return (
-            self.images,
-            self.length,
-            self.g.shape[-1] // self.word,
-            self.width_out,
-            at.stride[0] * width if lines else 0,
-            at.stride[-1],
-            self.p,
-            self.d,
-            channels,
-            at.groups,
-            math.prod(at.kernel),
-            at.kernel[-1],
-            at.dilation[0] * width if lines else 0,
-            at.dilation[-1],
-            area,
-        )
-
-    def constants(self) -> dict[str, int | str | bool]:
-        block_o, block_n, block_k, num_warps, num_stages = self.tiles
-        return {
-            "WORD": self.word,
-            "POINTWISE": self.pointwise,
-            "PRECISION": self.precision,
-            "BLOCK_O": block_o,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-        }
+        rows = rows.contiguous()
+        missing = self.plan.missing
+        return F.pad(rows.flatten(rows.dim() - len(geometry.kernel)), (0, missing)) if missing else rows
 
 
 def _padded(x: Tensor, geometry: Geometry) -> Tensor:
@@ -228,59 +216,37 @@ def conv_products(
     Parts are (B, n) float64, to be added up. With `basis`, (2, O, d) float32, they are (B, columns, 3, O): squares of
     each row and its products with both rows of the basis.
     """
-    groups, outs = product.geometry.groups, product.geometry.groups * product.p
-    tiles = groups * product.rows * product.columns
-    new = product.g.new_empty
-    values = None if dtype is None else new((product.batch, outs, product.d), dtype=dtype)
-    shape = (product.batch, tiles) if basis is None else (product.batch, product.columns, 3, outs)
+    plan, new = product.plan, product.g.new_empty
+    values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
+    shape = (plan.batch, plan.tiles) if basis is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
     with launch_on(product.g.device):
-        _conv_products_kernel[(product.batch * tiles,)](
-            product.x, product.g, values, parts, basis, *product.arguments(), **product.constants()
+        _conv_products_kernel[(plan.batch * plan.tiles,)](
+            product.x, product.g, values, parts, basis, *plan.arguments, **plan.constants
         )
-    written = [parts] if values is None else [parts, values]
-    announce(
-        lambda: Launch(
-            name=_conv_products_kernel.__name__,
-            family=GEMM,
-            reads=[product.x, product.g],
-            writes=written,
-            flops=product.flops,
-        )
-    )
+    _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
     return values, parts
 
 
 @allocates(GRADIENTS, "aten::new_empty")
 def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Σ_b scale_b V_b: (O, d) float32."""
-    outs = product.geometry.groups * product.p
-    tiles = product.geometry.groups * product.rows * product.columns
-    each = -(-product.batch // max(1, min(product.batch, _PROGRAMS // tiles)))  # samples a program
-    parts = -(-product.batch // each)
-    totals = product.g.new_empty((parts, outs, product.d), dtype=torch.float32)
+    plan = product.plan
+    each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
+    parts = -(-plan.batch // each)
+    totals = product.g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
+    scale = scale.float().contiguous()
     with launch_on(product.g.device):
-        _conv_sum_kernel[(parts * tiles,)](
-            product.x,
-            product.g,
-            totals,
-            scale.float().contiguous(),
-            product.batch,
-            each,
-            MIN_SCALE,
-            *product.arguments(),
-            **product.constants(),
+        _conv_sum_kernel[(parts * plan.tiles,)](
+            product.x, product.g, totals, scale, plan.batch, each, MIN_SCALE, *plan.arguments, **plan.constants
         )
-    announce(
-        lambda: Launch(
-            name=_conv_sum_kernel.__name__,
-            family=GEMM,
-            reads=[product.x, product.g, scale],
-            writes=[totals],
-            flops=product.flops,
-        )
-    )
+    _announce(_conv_sum_kernel, product, [scale], [totals])
     return totals[0] if parts == 1 else totals.sum(0)
+
+
+def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: list[Tensor]) -> None:
+    reads, flops = [product.x, product.g, *more], product.plan.flops
+    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=flops))
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
