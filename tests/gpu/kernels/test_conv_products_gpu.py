@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
-from tests.unit.flash.kernels.test_conv_products import CASES, exact, operands
+from tests.unit.flash.kernels.conv_cases import CASES, exact, operands
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
