@@ -78,9 +78,9 @@ def command(
 
     prober = None
     if probing:
-        from dpscope.forecast.probe import local_card, probe_in_processes
+        from dpscope.forecast.probe import local_card, probe_in_process
 
-        prober = probe_in_processes
+        prober = probe_in_process
         options["card"] = options["card"] or local_card()
     length = seq_len if seq_len is not None or (usual := config.resolve_seq_len(None)) is None else min(256, usual)
     console = make_console()

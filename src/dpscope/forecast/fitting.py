@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from dpscope.errors import UserError
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card
-from dpscope.forecast.probe import Probe, Say
+from dpscope.forecast.probe import Say
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
 from dpscope.sentences import list_names
@@ -31,7 +31,6 @@ class BatchFit:
     batch: int
     limit: int
     points: dict[int, int] = field(default_factory=dict)
-    probes: list[Probe] = field(default_factory=list)
 
 
 def memory_limit(card: Card) -> int:

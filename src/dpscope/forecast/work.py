@@ -36,6 +36,11 @@ HOST_OF = {"flash": 1.32, "flat": 0.75, "ghost": 0.71}  # times that: Python bet
 TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of their norm
 
 
+def slower_of(gpu_seconds: float, host_seconds: float) -> float:
+    """Return the time of a step, which is somewhat longer than the slower part where both are alike."""
+    return float((gpu_seconds**TOGETHER + host_seconds**TOGETHER) ** (1 / TOGETHER))
+
+
 def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
     """Return the format in which products are made: the narrowest among their operands."""
     formats = [each.dtype for each in tensors if each.is_floating_point()]
@@ -122,5 +127,4 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def seconds(self) -> float:
-        together: float = (self.gpu_seconds**TOGETHER + self.host_seconds**TOGETHER) ** (1 / TOGETHER)
-        return together
+        return slower_of(self.gpu_seconds, self.host_seconds)
