@@ -81,7 +81,7 @@ def command(
         from dpscope.forecast.probe import local_card, probe_in_process
 
         prober = probe_in_process
-        options["card"] = options["card"] or local_card()
+        options["card"] = local_card(options["card"])
     length = seq_len if seq_len is not None or (usual := config.resolve_seq_len(None)) is None else min(256, usual)
     console = make_console()
     with console.status("planning") as status, _their_mistakes(config):

@@ -69,6 +69,10 @@ class _Mode(FakeTensorMode):
         self._results = RememberedResults(self)
         self._is_inside = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that keeps torch.compile away takes time
+
     def __deepcopy__(self, memo: object) -> _Mode:  # of a copied tensor
         return self
 

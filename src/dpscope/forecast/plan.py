@@ -120,7 +120,9 @@ def plan(
     card, remarks = _card_for(asked, specs, say)
     workers = workers if prober is None else 1
     found = run_side_by_side([partial(_plan_method, spec, card, asked, spent, prober) for spec in specs], workers, say)
-    if specs[0].compile != EAGER:
+    if all("refused" in row for row in found):
+        raise UserError(found[-1]["refused"])
+    if specs[0].compile != EAGER and prober is None:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
     if specs[0].world_size > 1:
         remarks.append(

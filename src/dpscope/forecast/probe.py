@@ -140,12 +140,12 @@ ANSWER = "probed: "
 LONGEST_PROBE = 600.0
 
 
-def local_card() -> str:
-    """Return the name of this machine's GPU in the table of cards."""
+def local_card(named: str | None = None) -> str:
+    """Return the name of this machine's GPU in the table of cards, or the one that is given in its place."""
     if not torch.cuda.is_available():
-        raise UserError(
-            "--probe measures on a GPU, and there is none here: leave it out for a prediction, or give --gpu"
-        )
+        raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction")
+    if named is not None:
+        return named
     properties = torch.cuda.get_device_properties(0)
     gib = properties.total_memory / 2**30
     capability = (properties.major, properties.minor)

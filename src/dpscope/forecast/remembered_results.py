@@ -44,7 +44,7 @@ class RememberedResults:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Return the result of a call: made anew if it is known, else computed."""
-        key = _key_of(func, args, kwargs)
+        key = key_of(func, args, kwargs)
         entry = None if key is None else self._known.get(key)
         if entry is not None:
             kind, parts = entry
@@ -98,8 +98,8 @@ def _has_storage(part: Any) -> bool:
     return isinstance(part, _Made) and part.argument is None
 
 
-def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a call is remembered by; None if it is not."""
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a call on fake tensors is remembered by; None if it is unusual."""
     if any(isinstance(value, FakeTensor) for value in kwargs.values()):
         return None
     try:
