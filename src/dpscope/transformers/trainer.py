@@ -132,6 +132,12 @@ class PrivateTrainerMixin(_Host):
         """Return the next draw, and no number of tokens to divide by."""
         return list(islice(epoch_iterator, num_batches)), None
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Move as the Trainer does, but do not wait for the device: its copy of pinned memory is ordered anyway."""
+        if isinstance(data, Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.logical_batch_size
 
