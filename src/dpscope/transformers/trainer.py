@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,14 +17,14 @@ from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.privacy_spent import continued, epsilon_of, steps_left
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
-from dpscope.transformers.records import NOISE_FILE, PrivacyRecord, epsilon_of, steps_left
+from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
 _Host: Any = object  # the Trainer that a subclass names beside the mixin
@@ -344,7 +345,10 @@ class PrivateTrainerMixin(_Host):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         resumes, private.resumes_noise = private.resumes_noise, False
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with warnings.catch_warnings():
+            # To have a state to load into, torch takes a step with gradients of 0 and a learning rate of 0.
+            warnings.filterwarnings("ignore", message=".*was set by the training loop")
+            super()._load_optimizer_and_scheduler(checkpoint)
         private.resumes_noise = resumes
         file = Path(checkpoint) / NOISE_FILE
         private.check_noise(torch.load(file) if file.exists() else None, resume_noise=resumes)
