@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -230,12 +231,13 @@ class PrivateTrainerMixin(_Host):
                 "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
                 "train_dataset, and leave out loaders of your own"
             )
-        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
-        self._losses, self._flos = [], 0.0
+        self._begin_draw(model, optimizer)
         for number, batch in enumerate(inputs, 1):
             self._flos += self._operations(batch)
             super()._track_num_input_tokens(batch)
-            super().training_step(model, batch, None)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(batch))
+            self.accelerator.backward(loss)
             if self._first_step is not None:
                 self._first_step.see_backward()
             if number < len(inputs):
@@ -247,6 +249,18 @@ class PrivateTrainerMixin(_Host):
             return losses.nanmean() if self._filters_losses else losses.mean()
         usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
         return usual  # an empty draw: the average in the log stays
+
+    def _begin_draw(self, model: nn.Module, optimizer: DPFlashOptimizer) -> None:
+        """Do what the Trainer does before each batch, once a draw: it takes milliseconds."""
+        if not model.training or self._first_step is not None:
+            model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
+            train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
+        self._losses, self._flos = [], 0.0
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
