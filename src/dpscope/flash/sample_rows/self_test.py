@@ -281,15 +281,13 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor
     return torch.autograd.grad(total, parameters, allow_unused=True)
 
 
-def _rounds_inside(outputs: Iterable[Tensor]) -> bool:
+def _rounds_inside(outputs: list[Tensor]) -> bool:
     """Return whether the model computed in 16 bits, whatever it returns: an autocast of its own, as Accelerate's is."""
-    nodes: Iterable[Any] = nodes_behind(outputs)
+    half, casts = (torch.bfloat16, torch.float16), ("device_autocast_kwargs", "cpu_autocast_kwargs")
     return any(
-        part.dtype in (torch.bfloat16, torch.float16) for node in nodes for part in getattr(node, "_input_metadata", ())
-    ) or any(
-        getattr(node, kind, {}).get("enabled")
-        for node in nodes
-        for kind in ("device_autocast_kwargs", "cpu_autocast_kwargs")
+        any(part.dtype in half for part in getattr(node, "_input_metadata", ()))
+        or any(getattr(node, cast, {}).get("enabled") for cast in casts)  # of a reentrant checkpoint
+        for node in nodes_behind(outputs)
     )
 
 
