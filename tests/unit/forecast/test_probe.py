@@ -14,7 +14,7 @@ def forecast(batch, gpu=0.001, begin=0.002):
 
 
 def truth(batch, *, host=0.0, rate=1.3, workspace=300, per_sample=2):
-    """A GPU that is slower than predicted by `rate`, waits for a host, and takes memory of which no prediction knows."""
+    """A GPU that is slower than predicted by `rate`, waits for a host, and takes memory that no prediction knows."""
     busy = rate * forecast(batch).gpu_seconds
     return Probe(batch, forecast(batch).peak_bytes + workspace + per_sample * batch, max(busy, host), busy)
 
