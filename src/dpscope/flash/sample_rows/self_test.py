@@ -198,8 +198,9 @@ class SelfTest:
         sums = self._sums(recorded, weights if self.has_rows else torch.ones_like(weights))
         if not self.has_rows or len(self.rows) < 2:
             return wrong, sums, order, {}
-        gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
-        others = self._sums(self.engine.state.take_recorded(), self.first_half.to(weights))
+        with self.engine.state.trial(len(self.rows)):
+            gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
+            others = self._sums(self.engine.state.take_recorded(), self.first_half.to(weights))
         return wrong, sums, order, _not_zero(others)
 
     def _sums(self, recorded: Recorded, weights: Tensor) -> dict[nn.Parameter, Tensor]:
