@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import os
 import re
 import sys
@@ -51,10 +50,6 @@ extensions = [
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks carry their outputs
 
-# The public names are loaded when they are asked for; autodoc reads only those that are there.
-for name in ("dpscope", "dpscope.flash"):
-    module = importlib.import_module(name)
-    vars(module).update({public: getattr(module, public) for public in module.__all__})
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of torch and Opacus are in another form
 autodoc_typehints_format = "short"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Results side by side, with `standard` as the denominator. `print(comparison)` shows the table.
+    """Results side by side, relative to `standard`. `print(comparison)` shows the table.
 
     Args:
         results: The results, one for each method, size and instrument.
@@ -48,8 +48,8 @@ class Comparison:
         skipped: Files in the folder that are no results, with the reason.
 
     Example:
-        >>> comparison = dpscope.Comparison.read("results")
-        >>> comparison.to_pandas()[["method", "time_ratio", "memory_ratio"]]
+        >>> comparison = dpscope.Comparison.read(folder)
+        >>> print(comparison.to_pandas()[["method", "time_ratio", "memory_ratio"]])
     """
 
     results: list[Result]
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """A row for each method at each size, with what every instrument measured of it."""
+        """Rows of the table: one for each method at each size, with the figures of all instruments."""
         return self.report.rows
 
     @property
@@ -95,25 +95,48 @@ class Comparison:
         return cls(results, folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a record for each method at each size; units are in the columns' names."""
+        """Return the rows as a DataFrame.
+
+        Returns:
+            A record for each method at each size; columns name their units.
+        """
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write what `to_pandas()` gives."""
+        """Write the records of `to_pandas()` to a file.
+
+        Args:
+            path: The file to write.
+        """
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
-        """Return LaTeX tables (booktabs) of time and peak memory, and of components where they were measured."""
+        """Return the results as LaTeX tables.
+
+        Returns:
+            Tables (booktabs) of time and peak memory, and of components if they were measured.
+        """
         return to_latex(self.rows)
 
     def against(self, before: Comparison | Path | str) -> Against:
-        """Compare with an earlier sweep: `print` the result, or take its `pairs` or `to_pandas()`."""
+        """Compare with an earlier sweep.
+
+        Args:
+            before: The earlier comparison, or its folder.
+
+        Returns:
+            What changed: `print` it, or take its `pairs` or `to_pandas()`.
+        """
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything for a script; docs/schemas/compare.json describes it."""
+        """Return everything as plain data.
+
+        Returns:
+            The data that docs/schemas/compare.json describes.
+        """
         return {
             "document": "dpscope.compare",
             "version": 1,

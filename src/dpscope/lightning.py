@@ -23,16 +23,21 @@ class PrivateTraining(Callback):
 
     Args:
         max_grad_norm: The bound C on each sample's gradient.
-        noise_multiplier: The noise of a step divided by C; or `target_epsilon` with `target_delta`, for all epochs.
-        target_delta: The δ at which `get_epsilon` tells ε, and at which it is logged.
-        module: Name of the module that training_step calls with a batch; by default the only child that is trained, or
-            the LightningModule itself, whose training_step then has to call `self(x)`.
+        target_delta: The δ of the ε that is logged, below 1 / number of samples.
+        noise_multiplier: The noise of a step divided by C.
         target_epsilon: The ε that all epochs together may spend, instead of `noise_multiplier`.
-        options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+        module: Name of the module that training_step calls with a batch. Default: the only child that is trained, or
+            else the LightningModule itself, whose training_step then has to call `self(x)`.
+        **options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+
+    Raises:
+        UserError: Both of `noise_multiplier` and `target_epsilon` are given, or neither.
 
     Example:
-        >>> private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
-        >>> Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
+        >>> from lightning.pytorch import Trainer
+        >>> from dpscope.lightning import PrivateTraining
+        >>> private = PrivateTraining(target_epsilon=3.0, target_delta=1e-3, max_grad_norm=1.0)
+        >>> Trainer(max_epochs=1, callbacks=[private]).fit(module, loader)  # doctest: +SKIP
     """
 
     def __init__(
@@ -56,7 +61,14 @@ class PrivateTraining(Callback):
         self.privacy_engine = PrivacyEngine()
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        """Return ε of all steps so far.
+
+        Args:
+            delta: The δ of (ε, δ). Default: `target_delta`.
+
+        Returns:
+            ε; 0 before the first step.
+        """
         if not self.privacy_engine.accountant.history:
             return 0.0
         return self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta)

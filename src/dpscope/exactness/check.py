@@ -95,7 +95,8 @@ def check(
         UserError: The workload cannot be checked: it is random, or its loss is not one per sample.
 
     Example:
-        >>> print(dpscope.check(workload, ["flash", MyTrainer]))
+        >>> found = dpscope.check(workload, ["flash"])
+        >>> assert found.ok, found
     """
     if dtype not in NUMBER_FORMATS:
         raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(NUMBER_FORMATS)}")

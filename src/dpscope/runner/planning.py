@@ -102,6 +102,7 @@ def make_sweep(
         UserError: A name or a setting is wrong.
 
     Example:
+        >>> config = dpscope.make_config("tiny")
         >>> specs = dpscope.make_sweep(config, methods=["standard", "flash"], batch_sizes=[4, 8], seq_lens=[128])
         >>> dpscope.compare(specs)  # doctest: +SKIP
     """

@@ -30,11 +30,25 @@ _Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
 class PrivateTrainerMixin(_Host):
-    """Mixin that makes a Trainer private. It comes first among the bases, the Trainer second.
+    """Mixin that makes a subclass of Hugging Face's Trainer private. It comes first among the bases.
 
-    Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
+    Args:
+        model: The model, as for the Trainer.
+        args: A `TrainingArguments`, or one with the fields of `PrivacyArguments`.
+        *rest: Further arguments of the Trainer by position.
+        **keywords: Further arguments of the Trainer, and fields of `PrivacyArguments`.
 
-    privacy_engine   the `dpscope.flash.PrivacyEngine`, with its accountant
+    Attributes:
+        privacy_engine: The `dpscope.flash.PrivacyEngine`, with its accountant.
+
+    Raises:
+        UserError: A setting cannot be private, or a privacy argument is missing.
+
+    Example:
+        >>> from dpscope.transformers import PrivateTrainerMixin
+        >>> class MyPrivateTrainer(PrivateTrainerMixin, Trainer):
+        ...     def sample_losses(self, model, inputs):
+        ...         return super().sample_losses(model, inputs) * 2
     """
 
     _optimizer: DPFlashOptimizer | None = None
@@ -85,13 +99,24 @@ class PrivateTrainerMixin(_Host):
     # -- ε -----------------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        """Return ε of all steps so far.
+
+        Args:
+            delta: The δ of (ε, δ). Default: `target_delta`.
+
+        Returns:
+            ε; 0 before the first step.
+        """
         if not self.privacy_engine.accountant.history:
             return 0.0
         return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
 
     def steps_left(self) -> int | None:
-        """Return how many more steps the target ε allows; None without a target."""
+        """Return how many more steps the target ε allows.
+
+        Returns:
+            The number of steps; None without a target, or before training begins.
+        """
         if self.privacy.target_epsilon is None or self._optimizer is None:
             return None
         return steps_left(
@@ -266,9 +291,19 @@ class PrivateTrainerMixin(_Host):
         return losses.sum() / max(len(losses), 1)
 
     def sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of each sample of a batch, (B,); to be overridden for your own loss.
+        """Return the loss of each sample of a batch. Override it for a loss of your own.
 
         Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
+
+        Args:
+            model: The model to call.
+            inputs: The batch, as the collator made it.
+
+        Returns:
+            The losses, (B,).
+
+        Raises:
+            UserError: The batch has no labels, or the model adds a loss of the whole batch.
         """
         labels = inputs.get("labels")
         rest = {name: value for name, value in inputs.items() if name != "labels"}
@@ -369,11 +404,23 @@ class PrivateTrainerMixin(_Host):
 
 
 class PrivateTrainer(PrivateTrainerMixin, Trainer):
-    """Hugging Face's `Trainer` whose steps are private: the same arguments, and those of `PrivacyArguments`.
+    """Hugging Face's `Trainer` whose steps are private.
+
+    Args:
+        model: The model, as for the Trainer.
+        args: A `TrainingArguments` or `PrivateTrainingArguments`.
+        *rest: Further arguments of the Trainer by position.
+        **keywords: Further arguments of the Trainer, and fields of `PrivacyArguments`.
+
+    Raises:
+        UserError: A setting cannot be private, or a privacy argument is missing.
 
     Example:
-        >>> from dpscope.transformers import PrivateTrainer as Trainer
-        >>> trainer = Trainer(model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
-        >>> trainer.train()
-        >>> trainer.get_epsilon()
+        >>> from dpscope.transformers import PrivateTrainer
+        >>> trainer = PrivateTrainer(
+        ...     model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5
+        ... )
+        >>> result = trainer.train()
+        >>> print(trainer.get_epsilon() <= 3.0)
+        True
     """

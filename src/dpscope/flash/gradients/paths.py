@@ -87,13 +87,26 @@ def in_microseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """The path taken, why, and what each path was predicted to cost (norm, clipped sum and the update's reading)."""
+    """The path that a layer's norms and clipped sum take, and why.
+
+    Args:
+        path: "rank-1", "gram", "direct" or "keep".
+        reason: Why this path was chosen, in words.
+        costs: Path -> predicted cost of norm, clipped sum and the update's reading of it.
+        kept_if_held: Bytes that would be kept if a checkpointed block were held instead of running again.
+        dtype: Number format of the output gradient, if costs are those of a product.
+
+    Example:
+        >>> decision = choose_path(16, 1, 1024, 1024)
+        >>> print(decision.path, "because of", decision.reason)
+        rank-1 because of one position a sample: |g xᵀ|² = |x|²|g|²
+    """
 
     path: str
     reason: str
     costs: Mapping[str, PathCost] = field(default_factory=dict)
-    kept_if_held: float | None = None  # where a block runs again: bytes of what would be kept if it were held
-    dtype: torch.dtype | None = None  # of g, where costs are those of a product
+    kept_if_held: float | None = None
+    dtype: torch.dtype | None = None
 
 
 LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
@@ -203,14 +216,35 @@ def choose_path(
     runs_again: bool = False,
     in_tf32: bool = True,
 ) -> Decision:
-    """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
+    """Choose the cheapest exact path of a layer with input x: (B, T, d) and output gradient g: (B, T, p).
 
-    width_freed: features of what nothing holds any more once per-sample gradients are kept: those of the output
-    gradient and, where no other layer reads it, those of x; p if not given.
-    keep_fits: per-sample gradients may be kept although they take more memory than that.
-    runs_again: x and g are made once more for the sum.
-    in_tf32: products whose operands are rounded to TF32 leave those alone that TF32 holds.
-    sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
+    Args:
+        batch: Number of samples B.
+        length: Positions of a sample T.
+        d: Input features.
+        p: Output features.
+        itemsize: Bytes of an element of x and g.
+        stored_itemsize: Bytes of an element of per-sample gradients that are kept, if not `itemsize`.
+        rounding: Relative rounding of float32 operands, such as 2⁻¹¹ for TF32; 0 if they are not rounded.
+        unfolded: Description of a convolution's x, which is made of patches of its input.
+        width_freed: Features that are freed once per-sample gradients are kept: those of g and, if no other layer
+            reads it, those of x. Default: `p`.
+        normed: The product that writes kept gradients also takes their norms.
+        forced: Path to use in any case, for tests: "gram", "direct" or "keep".
+        keep_fits: There is room to keep per-sample gradients that take more memory than they free.
+        sharded: The gradient is reduced to a shard block by block, so that of a single sample is not kept for free.
+        runs_again: A checkpointed block makes x and g once more for the sum.
+        in_tf32: The device's products leave operands unchanged that are in TF32 already.
+
+    Returns:
+        The path, the reason, and the predicted cost of each path.
+
+    Raises:
+        ValueError: `forced` is no path.
+
+    Example:
+        >>> print(choose_path(16, 1024, 4096, 4096, itemsize=2).path)
+        gram
     """
     costs = MappingProxyType(
         path_costs(

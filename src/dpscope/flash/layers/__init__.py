@@ -56,7 +56,31 @@ _TRANSFORMERS_FAMILIES: dict[str, type[LayerTap]] = {
 
 
 def register_layer(cls: type[nn.Module], handler: type[LayerTap]) -> None:
-    """Teach the engine a module class: `handler` says how its forward and backward run (see `LayerTap`)."""
+    """Register a layer family for a module class.
+
+    Args:
+        cls: The module class. Subclasses that change what its forward does need a registration of their own.
+        handler: The family, a subclass of `LayerTap` that computes its per-sample gradients.
+
+    Example:
+        >>> class Shift(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.bias = torch.nn.Parameter(torch.zeros(width))
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.bias
+        >>> class ShiftTap(LayerTap):
+        ...     names = ("bias",)
+        ...
+        ...     def forward(self, ctx, x):
+        ...         return self.call_original(x)
+        ...
+        ...     def backward(self, ctx, g):
+        ...         self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
+        ...         return g
+        >>> register_layer(Shift, ShiftTap)
+    """
     _FAMILIES[cls] = handler
     remember(cls)
 
@@ -171,7 +195,7 @@ def _can_be_followed(module: nn.Module) -> bool:
 
 
 def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
-    """Its own parameters are constants. (One that is switched on later is refused at its first gradient.)"""
+    """Return whether its own parameters are frozen. (One that is unfrozen later is refused at its first gradient.)"""
     return not any(parameter.requires_grad for parameter in owned)
 
 

@@ -26,7 +26,15 @@ FLASH = "flash"  # grad_sample_mode
 
 
 class UnsupportedModelError(UserError, UnsupportedModuleError):
-    """A model that cannot be made private as it is; Opacus's own error as well, for code that catches that."""
+    """Error for a model that cannot be made private as it is. It is Opacus's `UnsupportedModuleError` too.
+
+    Example:
+        >>> try:
+        ...     PrivacyEngine().validate(module=torch.nn.BatchNorm1d(4))
+        ... except UnsupportedModelError as error:
+        ...     print("use GroupNorm:", error)  # doctest: +ELLIPSIS
+        use GroupNorm: ...
+    """
 
 
 def check_arguments(

@@ -1,4 +1,4 @@
-"""Taps: what stands in for a module's forward while an engine is attached."""
+"""Taps, which replace a module's forward while an engine is attached."""
 
 from __future__ import annotations
 
@@ -194,9 +194,27 @@ class TapOfSamples(EngineTap):
 
 
 class LayerTap(TapOfSamples):
-    """The forward of one layer. A family says how in `forward` and `backward`; what they share is here.
+    """Base class of layer families: it runs a layer's forward and records its per-sample gradients in backward.
 
-    `names`: the parameters the family knows; `slots` and `ctx.live` (does it require a gradient?) go in that order.
+    A family implements `forward` and `backward`. If compiled graphs should hold it, it implements `gradients`,
+    `piece_specs` and `record` instead of `backward`. `names` lists the parameters that the family knows; `slots` and
+    `ctx.live` (whether each requires a gradient) have the same order. `register_layer` has an example.
+
+    Args:
+        engine: The engine that is attached.
+        name: Qualified name of the module in the model.
+        module: The module whose forward is replaced.
+
+    Example:
+        >>> class ShiftTap(LayerTap):
+        ...     names = ("bias",)
+        ...
+        ...     def forward(self, ctx, x):
+        ...         return self.call_original(x)
+        ...
+        ...     def backward(self, ctx, g):
+        ...         self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
+        ...         return g
     """
 
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -219,7 +237,14 @@ class LayerTap(TapOfSamples):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Return whether the module's parameters are those the family knows (not weight_g, not a buffer)."""
+        """Return whether the module's parameters are those that the family knows (not weight_g, not a buffer).
+
+        Args:
+            module: An instance of the registered class.
+
+        Returns:
+            False if it owns other parameters than `names`, or none of them.
+        """
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
         return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
 
@@ -278,9 +303,9 @@ class LayerTap(TapOfSamples):
                 self._accept_whole(key, self.parameters.get(key))
 
     def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
-        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other.
+        """Expect the whole parameter that FSDP2 puts in its shard's place around forward; refuse any other.
 
-        Return whether a frozen layer has something else in that place now: what it is made of is followed elsewhere.
+        Return True if a frozen layer has something else in that place now: what it is made of is followed elsewhere.
         """
         index = self.names.index(key)
         slot = self.slots[index]
@@ -313,7 +338,14 @@ class LayerTap(TapOfSamples):
         return run.answer(self, output, shared=shared)
 
     def call_original(self, x: Tensor) -> Any:
-        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in."""
+        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in.
+
+        Args:
+            x: The input, (B, ...).
+
+        Returns:
+            The module's output.
+        """
         return self.original(x)
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
@@ -323,18 +355,32 @@ class LayerTap(TapOfSamples):
         return x.reshape(batch, -1, *x.shape[1:])
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return x as the input of the autograd node; autograd differentiates this step itself."""
+        """Change x before `forward` sees it; autograd differentiates this step itself.
+
+        Args:
+            x: The input, (B, ...).
+
+        Returns:
+            The input of `forward`.
+        """
         return x
 
     def operand_dtype(self, x: Tensor) -> torch.dtype | None:
-        """In which `forward` reads x, where it takes its operands from `operands` and x is not float64."""
+        """Return the dtype in which `forward` reads x; None if it does not cast or x is float64."""
         weight = self.parameters.get("weight")
         if not self.casts_input or weight is None or torch.float64 in (weight.dtype, x.dtype):
             return None
         return autocast_dtype(x) if x.is_floating_point() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
+        """Return the operands of a matrix product or convolution, as autocast would cast them.
+
+        Args:
+            x: The input, (B, ...).
+
+        Returns:
+            x, weight and bias.
+        """
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         assert weight is not None
@@ -347,14 +393,17 @@ class LayerTap(TapOfSamples):
         return x, weight, bias
 
     def admit(self, x: Tensor) -> None:
-        """Raise where x has no room for a batch dimension in front."""
+        """Raise UserError if x has no room for a batch dimension in front."""
         if x.dim() < self.min_dim:
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
     def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
-        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`.
+        """Give the engine the per-sample gradients of a parameter.
 
-        owned  nobody else holds them: the engine may overwrite them
+        Args:
+            index: Place of the parameter in `names`.
+            gradients: The gradients, (B, ...).
+            owned: Nothing else holds them, so the engine may overwrite them.
         """
         slot = self._described(index, gradients.shape)
         shape = slot.parameter.shape
@@ -362,7 +411,13 @@ class LayerTap(TapOfSamples):
         self.engine.add(slot, Kept(values, owned=owned))
 
     def defer_sums(self, index: int, g: Tensor, *, owned: bool = False) -> None:
-        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p). `owned`: no product holds g."""
+        """Give the engine per-sample gradients as sums over positions, Σ_t g_t, which it takes later.
+
+        Args:
+            index: Place of the parameter in `names`.
+            g: The terms of the sums, (B, T, p).
+            owned: No other contribution holds g.
+        """
         batch, _, width = g.shape
         self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g, owned=owned))
 
@@ -374,25 +429,62 @@ class LayerTap(TapOfSamples):
         return slot
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        """Run the layer, and save in `ctx` what backward needs.
+
+        Args:
+            ctx: Context of the autograd function.
+            x: The input, (B, ...), as `prepare` returned it.
+
+        Returns:
+            The output.
+        """
         raise NotImplementedError
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of x where `ctx.needs_input_grad[1]`, then what `record` wants, where `ctx.live` says so.
+        """Compute what backward needs by tensor operations alone, so that compiled graphs can hold it.
 
-        Pure tensor work: compiled graphs hold it.
+        Args:
+            ctx: Context of the autograd function.
+            g: Gradient of the output.
+
+        Returns:
+            The gradient of x (None unless `ctx.needs_input_grad[1]`), then the pieces for `record` (None for
+            parameters that are not in `ctx.live`).
         """
         raise NotImplementedError
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        """Shapes and dtypes of what `gradients` gives for `record`; None where it gives nothing."""
+        """Return shapes and dtypes of the pieces that `gradients` returns for `record`.
+
+        Args:
+            x: Shape and dtype of the input.
+            y: Shape and dtype of the output.
+            live: Whether each parameter of `names` requires a gradient.
+
+        Returns:
+            One entry for each piece; None for a piece that is None.
+        """
         raise NotImplementedError
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        """Give the engine the pieces of the parameters' per-sample gradients; `owned` as in `keep`."""
+        """Give the engine the pieces of the parameters' per-sample gradients.
+
+        Args:
+            pieces: What `gradients` returned after the gradient of x.
+            owned: Nothing else holds them, so the engine may overwrite them.
+        """
         raise NotImplementedError
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
+        """Give the engine the parameters' per-sample gradients, and return the gradient of x.
+
+        Args:
+            ctx: Context of the autograd function.
+            g: Gradient of the output.
+
+        Returns:
+            The gradient of x; None unless `ctx.needs_input_grad[1]`.
+        """
         dx, *pieces = self.gradients(ctx, g)
         self.record(pieces)
         return dx
