@@ -289,7 +289,8 @@ class Adaptive(ClipRule):
 
     Example:
         >>> _, private, _ = PrivacyEngine().make_private(
-        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0,
         ...     clipping=Adaptive(1.0, target_unclipped_quantile=0.7),
         ... )
     """

@@ -83,7 +83,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
     Example:
         >>> privacy_engine = PrivacyEngine()
         >>> model, optimizer, loader = privacy_engine.make_private(
-        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
         ... )
         >>> for x, y in loader:
         ...     optimizer.zero_grad()
@@ -147,7 +148,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
         Example:
             >>> model, optimizer, loader = PrivacyEngine().make_private(
-            ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+            ...     module=model, optimizer=optimizer, data_loader=loader,
+            ...     noise_multiplier=1.0, max_grad_norm=1.0
             ... )
         """
         if rows_per_sample != 1 and pad_batches:

@@ -29,7 +29,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Example:
         >>> model, private, loader = PrivacyEngine().make_private(
-        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
         ... )
         >>> scaler = GradScaler("cpu", optimizer=private)
         >>> scaler.scale(loss_fn(model(x), y)).backward()

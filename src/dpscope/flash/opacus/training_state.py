@@ -29,7 +29,8 @@ class TrainingState(Stateful):
     Example:
         >>> privacy_engine = PrivacyEngine()
         >>> model, private, loader = privacy_engine.make_private(
-        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
         ... )
         >>> state = {"training": TrainingState(model, private, privacy_engine)}
         >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
