@@ -27,7 +27,7 @@ Indices = Sequence[int]
 
 
 def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str]:
-    """Say what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
+    """Find what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
     draws = _draws(loader)
     samples = len(loader.dataset)
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))

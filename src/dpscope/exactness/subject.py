@@ -150,7 +150,7 @@ class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def computes_in_float32(subject: Subject) -> bool:
-    """Tell if the model computes in float32 inside, whatever it is given, as Hugging Face's RMSNorm does."""
+    """Return whether the model computes in float32 inside, whatever it is given, as Hugging Face's RMSNorm does."""
     model, batch = subject.fresh(torch.float64)
     with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)

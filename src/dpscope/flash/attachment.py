@@ -108,7 +108,7 @@ class Attachment:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Inside, the model is as it was before the engine was attached, except for guards on its parameters."""
+        """Remove all taps inside the block. Guards on parameters stay."""
         forwards = self._engine.forwards
         for tap in reversed(self.taps):
             tap.restore()
@@ -171,7 +171,7 @@ class Attachment:
         self.taps.append(tap)
 
     def _wrapper_taps(self) -> Iterator[InstanceMethod]:
-        """On what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
+        """Yield taps of what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
         elif self._ranks is not None and self._ranks.layout.wrapper is not None:
@@ -179,7 +179,7 @@ class Attachment:
             yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
 
     def tap_regions(self) -> None:
-        """Modules inside the model may have been compiled after it was made private."""
+        """Tap modules inside the model that were compiled after it was made private."""
         if self._ranks is not None:
             refuse_compiled(self._model)
         taps = [tap for tap in self.taps if tap.attribute == "forward"]

@@ -52,7 +52,7 @@ def _bucket_by_dtype(tensors: list[Tensor], *args: Any) -> tuple[list[list[int]]
 
 @contextmanager
 def fake_world(settings: TrainerSettings, allocator: Allocator) -> Iterator[None]:
-    """Be rank 0 of a row's processes, where there are several."""
+    """Act as rank 0 of a row's processes, if there are several."""
     if settings.world_size == 1:
         yield
         return

@@ -26,7 +26,7 @@ FARTHEST = 16  # times the largest batch that fits, to the next one that is trie
 
 @dataclass
 class BatchFit:
-    """`batch`: the largest that fits, 0 if not even one sample does; `points`: peaks in bytes by batch."""
+    """Largest batch that fits, 0 if not even one sample does. `points`: peaks in bytes by batch."""
 
     batch: int
     limit: int

@@ -103,7 +103,7 @@ def phase_colour(phase: str) -> str:
 
 
 def is_dark(colour: str) -> bool:
-    """Tell if white text is readable on it: its relative luminance is below that of middle grey."""
+    """Return whether white text is readable on it: its relative luminance is below that of middle grey."""
     shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
     levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18

@@ -98,7 +98,7 @@ def _leaders(private: Sequence[Row]) -> Leaders:
 
 
 def beyond_spread(row: Row, other: Row) -> bool:
-    """Tell if the times of the two lie apart, 10th to 90th percentile. No where either is doubtful."""
+    """Return whether the times of the two lie apart, 10th to 90th percentile. False if either is doubtful."""
     if row.time_doubt or other.time_doubt or row.spread_ms is None or other.spread_ms is None:
         return False
     return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]

@@ -58,7 +58,7 @@ def _in_each(values: list[Any], expected: Any, where: str) -> Iterator[str]:
 
 
 def _all_numbers(values: list[Any], kind: Any) -> bool:
-    """Tell if a long list holds numbers only, in one go: a sum is NaN if one of them is."""
+    """Return whether a long list holds numbers only, in one go: a sum is NaN if one of them is."""
     allowed, largest = _NUMBERS.get(kind, ((), 0))
     return set(map(type, values)).issubset(allowed) and sum(map(abs, values)) < largest
 

@@ -103,7 +103,7 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
 
 
 def explain(spec: RunSpec) -> str | None:
-    """Say what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
+    """Explain what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
     from dpscope.runner.assembly import assemble
 
     try:

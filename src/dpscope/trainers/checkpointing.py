@@ -88,7 +88,7 @@ def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
 
 
 def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints | None) -> bool:
-    """Tell a model of Hugging Face, which may be wrapped, to checkpoint its own blocks; whether it does."""
+    """Make a model of Hugging Face, which may be wrapped, checkpoint its own blocks. Return whether it can."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         return False

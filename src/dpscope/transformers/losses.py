@@ -31,7 +31,7 @@ def task_model(model: nn.Module) -> nn.Module:
 
 @cache
 def takes_cache(kind: Any) -> bool:
-    """Tell if a class of models may return keys and values for generation, which training does not use."""
+    """Return whether a class of models may return keys and values for generation, which training does not use."""
     return "use_cache" in inspect.signature(kind.forward).parameters
 
 
@@ -49,7 +49,7 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Tell if logits of a position are about the next token."""
+    """Return whether logits of a position are about the next token."""
     config = getattr(model, "config", None)
     return type(model).__name__.endswith(_SHIFTING) and not getattr(config, "is_encoder_decoder", False)
 

@@ -351,7 +351,7 @@ class PrivateTrainerMixin(_Host):
         """Leave gradients alone: each sample's was clipped."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Tell none here: `log` tells the samples' norms."""
+        """Return nothing: `log` has the norms of samples."""
 
     # -- logs and checkpoints ----------------------------------------------------------------------------------------
 

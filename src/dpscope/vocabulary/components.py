@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Component:
-    """`key` names it in result files (with `_mb` in `breakdown`), `label` in what people read."""
+    """Component of memory. `key` is its name in result files (with `_mb` in `breakdown`), `label` in reports."""
 
     key: str
     label: str

@@ -35,7 +35,7 @@ HELD_GROUP_BYTES = 1 << 27
 
 
 class BlockReruns:
-    """`take`: what becomes of contributions while blocks run again."""
+    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again."""
 
     def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
@@ -89,7 +89,7 @@ class BlockReruns:
         return [each for each in passes if each not in clashing]
 
     def sums(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Σ_b c_b v_b of all parameters, added into what there is: those that are held first, which frees x and g."""
+        """Return Σ_b c_b v_b of all parameters: first what is held, which frees x and g, then blocks run again."""
         found = SumBatch([], [], None)
 
         def add(batches: Iterator[SumBatch]) -> None:
@@ -158,7 +158,7 @@ class BlockReruns:
         return projected
 
     def _product_left_out(self, each: BlockPass) -> int | None:
-        """Known from the run before, of samples of the same shape and with the same layers trained."""
+        """Return the product to leave out, known from an earlier run of the same shape with the same layers trained."""
         form, number = self._left_out.get(each.index, (None, None))
         return number if form == _form(each) and each.index not in self._whole else None
 
@@ -190,7 +190,7 @@ def _form(each: BlockPass) -> tuple[Any, ...]:
 
 
 def _numpy_state() -> Any:
-    """NumPy's global random state, as a dictionary of numbers and arrays; None where NumPy is not in use."""
+    """Return NumPy's global random state as a dictionary; None if NumPy is not loaded."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)
 

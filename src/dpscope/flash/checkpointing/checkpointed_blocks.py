@@ -68,7 +68,7 @@ class CheckpointedBlock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, layers that run forward or backward are the block's."""
+        """Take layers that run inside the context for the block's."""
         engine = self.blocks.engine
         rules = engine.path_rules
         before, runs_again = engine.block, rules.runs_again
@@ -111,7 +111,7 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """`always_held`: why no block can be run again, if so."""
+    """Checkpointed blocks of an engine's model. `always_held` is the reason if no block can run again."""
 
     def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
         self.engine = engine
@@ -127,7 +127,7 @@ class CheckpointedBlocks:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def watching(self) -> AbstractContextManager[None]:
-        """Inside, checkpointed blocks of this engine's model are noted."""
+        """Note checkpointed blocks of this engine's model inside the context."""
         if can_be_watched():
             return watching(self._call)
         self.choices.hold(0, "this version of torch does not tell of its checkpoints: what their layers leave is held")
@@ -195,13 +195,13 @@ class CheckpointedBlocks:
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
     def begin_run(self, block: CheckpointedBlock) -> None:
-        """Backward runs the block's forward again; some of its layers may have left something before."""
+        """Begin a rerun of the block's forward in backward; close the run of another block first."""
         if self._gathering is not block.open:
             self.flush()
 
     @contextmanager
     def measuring(self, each: BlockPass) -> Iterator[None]:
-        """Inside, backward runs the block's forward: what that adds to what is live."""
+        """Measure how much memory the block's forward adds when backward runs it."""
         before = self.engine.path_rules.budget.allocated()
         try:
             yield

@@ -42,7 +42,7 @@ class ForwardState(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, autocast and device are as they were. Random states are set; it is the caller's to put them back."""
+        """Restore autocast and default device inside the context. Set random states, too, which the caller resets."""
         self.random.put_back()
         with ExitStack() as stack:
             if torch.get_default_device() != self.default_device:
@@ -143,7 +143,7 @@ class BlockPass:
         return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
     def run_again(self, anchor: Tensor, name: str, tail: Tail) -> None:
-        """Forward and backward of the block: its layers hand their contributions to the engine once more."""
+        """Run the block forward and backward again: its layers give the engine their contributions once more."""
         assert self.input is not None
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
             raise UserError(

@@ -155,7 +155,7 @@ class Handout:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
+        """Give taps their stand-ins inside the block, and their earlier ones afterwards."""
         stand_ins = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
         before, end = [], len(stand_ins)
         for tap, calls in self.layout.of_taps.items():
@@ -247,7 +247,7 @@ class Handout:
 
 
 class Receiver(torch.autograd.Function):
-    """() -> stand-ins; backward receives their gradients. `anchor` stands for the parameters, as in `Tapped`."""
+    """Autograd node that makes stand-ins and receives their gradients. `anchor` is as in `Tapped`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
 
 @dataclass(frozen=True)
 class PathRow:
-    """How the norms and the clipped sum of one parameter are computed."""
+    """Row of `explain()`: how norms and clipped sum of one parameter are computed."""
 
     parameter: str
     module: str

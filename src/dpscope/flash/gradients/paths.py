@@ -331,7 +331,7 @@ def _choices(
 
 
 class PathRules:
-    """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
+    """Rules by which an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
 
     def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, sharded: bool = False) -> None:
         self.forced = forced

@@ -171,7 +171,7 @@ def chunks(tensor: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 
 
 class HostStream:
-    """z under the key (seed, offset), made by torch a window at a time, for tensors that ask in the order of elements.
+    """Stream of standard normals under a key (seed, offset), made a window at a time, in the order of elements.
 
     spans: (first element, number of elements) of those that will ask. A window goes on into the next of them where the
     elements do. On a CPU threads make the noise, unless `backend` asks for that of the kernels.

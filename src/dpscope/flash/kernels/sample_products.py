@@ -80,9 +80,9 @@ _checking = threading.Lock()
 
 
 def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = None) -> tuple[Tensor, Tensor] | None:
-    """(B, T, d), (B, T, p) -> values (B, p, d) in the dtype of x and g, and parts of Σ‖values_b‖²: (B, parts) float64.
+    """Return g_bᵀ x_b, (B, p, d) in the dtype of x and g, and parts of their squared norms, (B, parts) float64.
 
-    None where the kernel does not serve the call. `tiles` forces a configuration (for measurements).
+    Return None if the kernel does not serve the call. `tiles` forces a configuration (for measurements).
     """
     if not makes_norms(x, g):
         return None
@@ -124,7 +124,7 @@ def _is_served(x: Tensor, g: Tensor) -> bool:
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """On 9.0 alone: later GPUs have other instructions in its place."""
+    """Return whether the device has wgmma: only capability 9.0 does, later GPUs have other instructions."""
     known = dry_run.current() is not None or has_gluon()
     return device.type == "cuda" and known and capability(device_index(device)) == (9, 0)
 

@@ -195,7 +195,7 @@ def _can_be_followed(module: nn.Module) -> bool:
 
 
 def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
-    """Return whether its own parameters are frozen. (One that is unfrozen later is refused at its first gradient.)"""
+    """Return whether its own parameters are frozen. One that is unfrozen later is refused at its first gradient."""
     return not any(parameter.requires_grad for parameter in owned)
 
 

@@ -31,7 +31,7 @@ from dpscope.flash.taps.traced import break_graph
 
 
 class Expand(torch.autograd.Function):
-    """p -> (B, *shape), every sample the same p; backward hands the per-sample gradients to the engine."""
+    """Autograd node that expands p to (B, *shape); backward gives the per-sample gradients to the engine."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
@@ -72,7 +72,7 @@ class OpaqueTap(CheckedTap):
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
     def describe(self, how: str) -> None:
-        """For explain(): how samples are run from now on."""
+        """Describe for `explain()` how samples are run from now on."""
         self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
         for slot in self.slots.values():
             slot.describe("opaque", self.why)

@@ -56,7 +56,7 @@ _BATCH_STATISTICS = (
 
 
 def refusal_of(module: nn.Module) -> str | None:
-    """Why the module could not be trained, if it cannot."""
+    """Return why the module cannot be trained; None if it can."""
     return next((why for cls, applies, why in _REFUSED if isinstance(module, cls) and applies(module)), None)
 
 

@@ -43,7 +43,7 @@ class Verdict:
 
 
 def pulled_back_by_rows(w: Tensor, rows: Tensor, vjp: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """(B, *shape) gradients of q -> those of w, and which rows have the form: (O,). vjp: (k, *shape) -> (k, *shape)."""
+    """Return gradients of w, given those of q, (B, *shape), and which rows have the form, (O,). vjp: of k probes."""
     flat = w.detach().flatten(1)
     basis = torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
     generator = torch.Generator(w.device).manual_seed(w.numel())  # of its own: the model's random numbers stay
@@ -61,7 +61,7 @@ def pulled_back_by_rows(w: Tensor, rows: Tensor, vjp: Callable[[Tensor], Tensor]
 
 
 def _applied(v: Tensor, scale: Tensor, inner: Tensor, basis: Tensor) -> Tensor:
-    """a v + E N Eᵀ v. v: (B, O, n), scale: (O,), inner: (O, 2, 2), basis: (2, O, n)."""
+    """Return a v + E N Eᵀ v. v: (B, O, n), scale: (O,), inner: (O, 2, 2), basis: (2, O, n)."""
     along = torch.bmm(v.transpose(0, 1), basis.permute(1, 2, 0))  # (O, B, 2)
     values = v * scale.unsqueeze(1)
     values.transpose(0, 1).baddbmm_(torch.bmm(along, inner.mT), basis.transpose(0, 1))

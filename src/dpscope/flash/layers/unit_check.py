@@ -86,7 +86,7 @@ class UnitCheck:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Inside, no gradients are taken, no random numbers are drawn from outside, and no state is left."""
+        """Run without gradients, without drawing from the global random states, and without dropout."""
         with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
             yield
 
@@ -97,7 +97,7 @@ class UnitCheck:
             torch.cuda.default_generators[device.index].manual_seed(0)
 
     def run(self) -> list[torch.dtype]:
-        """The dtypes of the module's own outputs. Raise UserError where samples are not independent."""
+        """Return the dtypes of the module's own outputs. Raise UserError if samples are not independent."""
         with self._quiet():
             own = self._own({}, self.call.leaves)
             self._compare(self._one_by_one(), own, values=self._own_is_repeatable(own))
@@ -293,7 +293,7 @@ class CheckedTap(UnitTap):
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def describe(self, how: str) -> None:
-        """For explain(): how samples are run from now on."""
+        """Describe for `explain()` how samples are run from now on."""
 
     def check(self, sample_call: SampleCall) -> None:
         """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
@@ -308,7 +308,7 @@ class CheckedTap(UnitTap):
             self.dtypes[kind] = check.run()
 
     def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
-        """`commit`: what all samples have left on the module is written to it."""
+        """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
         if sample_call.batch == 0:
             return sample_call.on_empty_batch(expanded)
         if not self.by_loop:
@@ -340,7 +340,7 @@ def _moved(tensor: Tensor, move: float, wide: bool) -> Tensor:
 
 
 def _shuffled(leaf: Tensor) -> Tensor:
-    """Its values in random order, real ones moved as well."""
+    """Return the values in random order; change real ones as well."""
     flat = leaf.detach().flatten()
     order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0)).to(leaf.device)
     flat = flat[order]
@@ -350,7 +350,7 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; values that are not finite have to be the same."""
+    """Return the largest difference. Values that are not finite have to be equal."""
     if a.numel() == 0:
         return 0.0
     dtype = torch.complex128 if a.is_complex() else torch.float64

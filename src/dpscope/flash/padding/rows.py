@@ -1,9 +1,9 @@
-"""How many rows of a batch are real: told by the batch's own tensors.
+"""Real rows of a padded batch, which its own tensors know.
 
-A `PaddedTensor` is an ordinary tensor that knows the rows of its batch. What cannot move a row to another place keeps
-that knowledge: copies to a device or dtype, arithmetic, columns, reshaping. Everything else gives a plain tensor, which
-knows nothing, and which an engine that expects padding refuses. So an engine never goes by the order of calls, and what
-is fetched ahead, moved, skipped or shuffled is right or refused.
+A `PaddedTensor` is an ordinary tensor that knows the rows of its batch. Operations that cannot move a row keep that
+knowledge: copies to a device or dtype, arithmetic, columns, reshaping. All others return a plain tensor, which an
+engine that expects padding refuses. So an engine does not depend on the order of calls: a batch that is fetched
+ahead, moved, skipped or shuffled is handled correctly or refused.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def pad_leaves(batch: BatchLike, leaves: Iterable[Leaf], rows: Rows) -> BatchLik
 
 
 class PaddingCount:
-    """How many rows were trained on so far, and how many of them were padding."""
+    """Count of rows trained on so far, and of padding among them."""
 
     def __init__(self) -> None:
         self.rows = 0

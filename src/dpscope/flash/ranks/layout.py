@@ -1,4 +1,4 @@
-"""How a model is spread over processes, and what of that cannot be trained privately."""
+"""Layout of a model over processes, and refusal of layouts that cannot be trained privately."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """wrapper: DDP's, which adds gradients up by itself; module: what is inside; mesh: that of sharded parameters."""
+    """Layout of a model. wrapper: DDP's, which adds up gradients; module: inside of it; mesh: of sharded parameters."""
 
     wrapper: nn.Module | None
     module: nn.Module

@@ -32,7 +32,7 @@ class WrapperTap(InstanceMethod):
 
 
 class Ranks:
-    """To be made on all ranks at once."""
+    """Ranks that train one model. Make it on all ranks at once."""
 
     def __init__(self, layout: Layout, control: Control) -> None:
         self.layout = layout
@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, forward passes do not communicate."""
+        """Keep forward passes inside the block from communicating."""
         before, self._rehearses = self._rehearses, True
         try:
             with nullcontext() if self.layout.mesh is None else without_collectives(self.module):

@@ -66,10 +66,10 @@ def refuse_unknown_rows(count: int) -> NoReturn:
 
 
 class ForwardPasses:
-    """`close`: closes the micro-batch, adding its sums to those before it.
+    """Forward passes of a model: they open micro-batches, and are rehearsed and checked.
 
-    `abandon`: drops the sums of a logical batch that is not complete.
-    `retap`: taps some modules in the next way that may fit them, given with a reason; all, if none is given.
+    `close` closes the micro-batch and adds its sums to those before it. `abandon` drops those of an open logical batch.
+    `retap` taps some modules, or all, in the next way that may fit them.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ForwardPasses:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Inside, the model's own forward runs for a trial, as if the root had been called."""
+        """Run the model's own forward for a trial, as if the root had been called."""
         before = self._unknown, self.in_trial
         self._unknown, self.in_trial = [], True
         self._depth += 1
@@ -126,7 +126,7 @@ class ForwardPasses:
             self._unknown, self.in_trial = before
 
     def _close_recorded(self) -> None:
-        """A forward pass after a backward pass begins a new micro-batch."""
+        """Close the micro-batch before a forward pass that follows a backward pass."""
         if self.state.recorded and not self.in_trial and not self.runs_again():
             self._close()
 
@@ -143,7 +143,7 @@ class ForwardPasses:
         kwargs: dict[str, Any],
         compiled: Callable[..., Any] | None = None,
     ) -> Any:
-        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed.
+        """Run the root's forward with gradients enabled. A new kind of call is rehearsed first.
 
         compiled  what is called in its place; rehearsals call the forward
         """
@@ -234,7 +234,7 @@ class ForwardPasses:
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
 
     def _compare_with_first(self, call: RootCall) -> None:
-        """Warn where a second forward pass before backward is of other data: two views, or two batches?"""
+        """Warn if a second forward pass before backward has other data: two views, or two batches."""
         given = [leaf for leaf in leaves_in((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         if self.state.micro_batch is CLOSED or not self._first_given:
             self._first_given = [weakref.ref(leaf) for leaf in given]
@@ -275,7 +275,7 @@ class ForwardPasses:
         return output
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward, with ordinary tensors for stand-ins that it gives back."""
+        """Return the forward with ordinary tensors in place of stand-ins in its output."""
         if not self._rehearsals.followed or self._depth:
             return forward
 
@@ -288,7 +288,7 @@ class ForwardPasses:
         return settled
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples of a call."""
+        """Return the number of samples of a call."""
         if self.batch_size_of is not None:
             return self.batch_size_of(args, kwargs)
         leaves = leaves_in((args, kwargs))
@@ -325,7 +325,7 @@ class ForwardPasses:
         return x.expand(batch, *x.shape[1:]) if shared else x
 
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
+        """Return the number of samples, known from the root's forward; outside of it, from `batch_size_of`."""
         self._close_recorded()
         known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():

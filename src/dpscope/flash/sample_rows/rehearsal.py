@@ -106,7 +106,7 @@ class Rehearsal:
         self._content: Run | None = None
 
     def rows(self) -> list[int]:
-        """Some of the samples, two at least: a quarter, or all where an argument relates samples to one another."""
+        """Return some of the samples, two at least: a quarter, or all if an argument relates samples to one another."""
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
         # Sizes of which it cannot be told that they have nothing to do with the number of samples.
@@ -190,7 +190,7 @@ class Rehearsal:
             self._run(Run(self.batch), self._replaced())
 
     def _replaced(self) -> list[int]:
-        """Indices of samples, that of `row` replaced by its neighbour."""
+        """Return the indices of samples, with that of `row` replaced by its neighbour's."""
         index = list(range(self.batch))
         index[self.row] = 1 if self.row == 0 else self.row - 1
         return index
@@ -387,9 +387,9 @@ class Rehearsal:
             self.shifted, self._content = False, None
 
     def _check_outputs(self, plain: Run) -> None:
-        """An output in which no dimension has the size of the batch: no part of it may be made of two samples.
+        """Refuse an output that has no dimension of the batch's size and whose parts depend on several samples.
 
-        A list of samples is found so, whose first one has rows that are no samples.
+        This finds a list of samples whose first one has rows that are no samples.
         """
         sizes = [size for (tap, _), seen in plain.seen.items() if tap is None for size in seen.shape]
         if not sizes or any(size % self.batch == 0 for size in sizes):
@@ -406,7 +406,7 @@ class Rehearsal:
                 )
 
     def _run_whole(self, row: int | None) -> list[Tensor]:
-        """The real outputs with at least one dimension, sample `row` replaced."""
+        """Return the real outputs with at least one dimension, with sample `row` replaced."""
         if row is not None:
             self.row = row
         run = Run(self.batch, keep=EVERY_OUTPUT)
@@ -429,7 +429,7 @@ class Rehearsal:
         return run
 
     def _moved(self, plain: Run, other: Run) -> dict[Key, list[Tensor]]:
-        """For each tensor and each dimension that may hold samples: which rows are not the same, (B,) on the CPU."""
+        """Return which rows differ, (B,) on the CPU, for each tensor and each dimension that may hold samples."""
         both = [key for key, seen in plain.seen.items() if key in other.seen and seen.shape == other.seen[key].shape]
         flags = {
             key: [
@@ -444,7 +444,7 @@ class Rehearsal:
         return bool(flag[: self.row].any() or flag[self.row + 1 :].any())
 
     def _wrong_rows(self, plain: Run, other: Run) -> list[Key]:
-        """Tensors in which rows of samples that were left alone have moved, by more than rounding."""
+        """Return tensors in which rows of other samples than the replaced one moved by more than rounding."""
         suspects = self._suspects(plain, other)
         if not suspects:
             return []
@@ -455,7 +455,7 @@ class Rehearsal:
         return [key for key, dims in suspects.items() if self._differs(before.get(key), after.get(key), dims)]
 
     def _suspects(self, plain: Run, other: Run) -> dict[Key, list[int]]:
-        """Tensors in which other rows are not the same bit for bit, with the dimensions that may hold the samples."""
+        """Return tensors in which other rows differ in any bit, with the dimensions that may hold the samples."""
         found = {}
         for key, parts in self._moved(plain, other).items():
             flags = dict(zip(plain.seen[key].dims, parts, strict=True))
@@ -468,7 +468,7 @@ class Rehearsal:
         return found
 
     def content(self) -> Run:
-        """A run in which samples were replaced, and nothing else was changed."""
+        """Return a run in which samples were replaced, and nothing else was changed."""
         if self._content is None:
             self._content = self._run(Run(self.batch, self.row, only=self), self._replaced())
         return self._content
@@ -482,7 +482,7 @@ class Rehearsal:
         return all(_apart_from(before.value, after.value, dim, others) for dim in dims)
 
     def _check_constant(self, keys: list[Key], plain: Run) -> None:
-        """Inputs that are the same whatever the samples are: they have one row more where there is one sample more."""
+        """Refuse inputs that do not depend on the samples, unless one sample more gives them one row more."""
         keys = [key for key in keys if not plain.seen[key].shared]
         if not keys:
             return
@@ -586,7 +586,7 @@ def _without(shape: torch.Size, dim: int | None) -> list[int]:
 
 
 def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
-    """The leaf with its other dimensions of as many entries in that order: what relates samples to one another."""
+    """Permute the leaf's other dimensions of the batch's size, which relate samples to one another."""
     for dim, size in enumerate(leaf.shape):
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
@@ -606,7 +606,7 @@ def _apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
 
 
 def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
-    """These rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
+    """Yield these rows, flat, `SLICE` elements at a time: whole logits would take more memory than a step."""
     tensor = tensor.movedim(dim, 0)
     for group in torch.split(rows, max(1, SLICE // max(1, tensor[:1].numel()))):
         part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
@@ -614,7 +614,7 @@ def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
 
 
 def _altered(leaf: Tensor) -> Tensor:
-    """Another sample of the same shape."""
+    """Return another sample of the same shape."""
     return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
 
 
@@ -636,5 +636,5 @@ def is_coarse(tensor: Tensor) -> bool:
 
 
 def _inputs(run: Run) -> list[Key]:
-    """Keys of the inputs of layers, without those of outputs."""
+    """Return the keys of layers' inputs, without those of outputs."""
     return [key for key in run.seen if not isinstance(key[0], OutputOf | None)]

@@ -54,7 +54,9 @@ class BegunPass(NamedTuple):
 
 
 class RehearsedCalls:
-    """begin_way   called before the root runs in a way that was not rehearsed
+    """Calls of the model that were rehearsed, and what was found in them.
+
+    begin_way   called before the root runs in a way that was not rehearsed
     in_any_dim  whether an argument may have its samples in another dimension than the first
     """
 
@@ -86,7 +88,7 @@ class RehearsedCalls:
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
-        """Inside, taps tell `run` what they are given."""
+        """Have taps record in `run` what they are given, inside the block."""
         outer, self.run = self.run, run
         try:
             communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()

@@ -1,8 +1,8 @@
-"""When the model is looked at again: samples may begin to mix, and layers to change, after the first batch.
+"""Schedule of later checks: samples may begin to mix, and layers to change, after the first batch.
 
-The first time the model is called in some way everything is checked. After that its rows are looked at again at passes
-2, 4, 8, 16, … and now and then at random, and every third time the self-test is made as well, on a quarter of the
-batch. Instruments pause all of it while they measure.
+A new kind of call is checked completely. After that rows are checked again at passes
+2, 4, 8, 16, … and at random ones, every third time with the self-test, on a quarter of the
+batch. Instruments pause these checks while they measure.
 """
 
 from __future__ import annotations

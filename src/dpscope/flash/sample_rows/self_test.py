@@ -130,7 +130,7 @@ class SelfTest:
         return [leaf for leaf in tensors_in(output) if leaf.requires_grad and leaf.is_floating_point()]
 
     def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
-        """Outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
+        """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
         outputs = self._forward(self.model.forward)
         if not outputs:
             return [], None
@@ -141,9 +141,9 @@ class SelfTest:
         return [output.detach() for output in outputs], list(found)
 
     def _tapped(self, expected: list[Tensor]) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """By how much outputs differ, the engine's weighted sums, and parameters in the order of the backward pass.
+        """Return how outputs differ, the engine's weighted sums, and parameters in the order of the backward pass.
 
-        Empties `expected` before that: outputs may be the largest tensors of a step.
+        `expected` is emptied first, because outputs may be the largest tensors of a step.
         """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
@@ -178,13 +178,13 @@ class SelfTest:
     # -- cotangents ----------------------------------------------------------------------------------------------------
 
     def _dim_of(self, output: Tensor) -> int | None:
-        """The dimension of samples: the first of their number."""
+        """Return the dimension of samples: the first whose size is their number."""
         return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
 
     def _total(self, outputs: list[Tensor], *, weighted: bool) -> Tensor:
-        """Σ output · u, rows of u multiplied by the samples' weights if `weighted`.
+        """Return Σ output · u, with rows of u multiplied by the samples' weights if `weighted`.
 
-        u is random for outputs with a row for each sample; for others only where there is none of those. It is drawn
+        u is random for outputs with a row for each sample; for others only if there is none of those. It is drawn
         again for each run, and not kept.
         """
         terms = []
@@ -227,7 +227,7 @@ class SelfTest:
     def _bad_sums(
         self, expected: dict[nn.Parameter, Tensor | None], found: dict[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, float]:
-        """The parameters whose sums differ, with the relative error."""
+        """Return the parameters whose sums differ, with the relative error."""
         norms = [g.double().norm() for g in expected.values() if g is not None]
         whole = float(torch.stack(norms).norm()) if norms else 0.0
         bad = {}
@@ -261,7 +261,7 @@ class SelfTest:
 
 @contextmanager
 def _opened_gates(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, no parameter is zero: a closed gate, or LoRA's B, would hide the gradients of what it multiplies."""
+    """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide gradients."""
     zeros = [parameter.data for parameter in parameters if not parameter.detach().any()]
     for index, zero in enumerate(zeros):
         values = torch.randn(zero.shape, generator=torch.Generator().manual_seed(index))
@@ -274,7 +274,7 @@ def _opened_gates(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Ordinary autograd's. A reentrant checkpoint is entered by `backward` alone, which DDP's hooks must not see."""
+    """Return autograd's gradients; by `backward` if there is a reentrant checkpoint, which `grad` does not enter."""
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
@@ -285,7 +285,7 @@ def _seeded(device: torch.device | str, seed: int) -> torch.Generator:
 
 
 def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """max|found − wanted| and max|wanted| in float64, a slice at a time: copies of logits would be the step's peak."""
+    """Return max|found − wanted| and max|wanted| in float64, a slice at a time, because copies of logits are large."""
     apart = size = 0.0
     whole = torch.arange(1)
     for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):

@@ -198,14 +198,14 @@ def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRule
 
 
 def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
-    """Per-sample gradients in place of g, where those are the sums over its positions."""
+    """Replace g by per-sample gradients where those are sums over its positions."""
     summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
     for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
         parts[index] = (Kept(sums),)
 
 
 def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
-    """Parameters that are summed in one launch: per-sample gradients that are kept, then products of equal shapes."""
+    """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Where a training step stands: the micro-batch that is open, and the clipped sums of the micro-batches before it.
+"""State of a training step: the micro-batch that is open, and the clipped sums of the micro-batches before it.
 
 The micro-batch is in one of three states:
 
@@ -70,7 +70,7 @@ COLLECTING, ACCUMULATING, APPLIED = SumsState
 
 
 class StepState:
-    """Only the transitions change it; everything else is to be read."""
+    """State of a training step. Only the transitions change it."""
 
     def __init__(self) -> None:
         self._micro_batch = CLOSED
@@ -188,7 +188,7 @@ class StepState:
 
     @contextmanager
     def rehearsing(self, size: int) -> Iterator[None]:
-        """Inside, forward passes are of `size` samples and leave nothing."""
+        """Expect forward passes of `size` samples inside the block; they leave nothing."""
         before = self._micro_batch, self._size
         self._micro_batch, self._size = OPENED, size
         try:
@@ -198,7 +198,7 @@ class StepState:
 
     @contextmanager
     def trial(self, size: int) -> Iterator[None]:
-        """Inside, passes of `size` samples leave what `take_recorded` takes; afterwards all is as it was before."""
+        """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
         names = ("_micro_batch", "_size", "_rows", "_last_rows", "_micro_batches", "_touched", "_sums")
         before = {name: getattr(self, name) for name in names}
         self._micro_batch, self._size, self._rows, self._last_rows = OPENED, size, None, None
@@ -216,7 +216,7 @@ class StepState:
         return recorded
 
     def when_dropped(self, forget: Callable[[], None]) -> None:
-        """`forget` is called where a micro-batch is dropped or closed."""
+        """Register a function to call when a micro-batch is dropped or closed."""
         self._forget.append(forget)
 
     def forbid_accumulation(self) -> None:

@@ -124,7 +124,7 @@ class Traced(torch.autograd.Function):
     def forward(
         ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
     ) -> Tensor:
-        """`cast`: x in the dtype that the layer reads it in, without a history; None: x is in it, or `tap` casts it."""
+        """Run the layer on `cast`, which is x in the layer's dtype without history; on x if there is none."""
         ctx.tap, ctx.live, ctx.traced = tap, live, True
         ctx.dtypes = tuple(each.dtype for each in stand_ins)
         output = tap.forward(ctx, x if cast is None else cast)

@@ -25,7 +25,6 @@ COMPILE_FIRST = (
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     """Decorate a function that breaks graphs: it runs uncompiled, with all that it calls."""
-
     disable: Any = torch.compiler.disable
 
     def decorate(function: _Function) -> _Function:

@@ -216,7 +216,7 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _recomputing() -> bool:
-    """Tell if a forward runs again inside a backward pass: gradients are enabled there."""
+    """Return whether a forward runs again inside a backward pass: gradients are enabled there."""
     return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 

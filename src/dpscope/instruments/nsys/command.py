@@ -47,7 +47,7 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Tell if this version has the option. If its help could not be read, nsys itself will refuse it."""
+        """Return whether this version has the option. If its help could not be read, nsys itself will refuse it."""
         return not self.options or option in self.options
 
 

@@ -58,7 +58,7 @@ def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
 
 
 def is_waiting(call: str) -> bool:
-    """Tell by its name if a call returns only when the GPU has caught up."""
+    """Return whether a call, by its name, returns only when the GPU has caught up."""
     return "Synchronize" in call or call in ("cudaMemcpy", "cudaFree", "cudaFreeHost")
 
 

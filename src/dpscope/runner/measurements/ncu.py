@@ -46,7 +46,7 @@ NOT_ESTIMATED = "an estimate knows the sizes of tensors, not what caches and uni
 
 
 class NotCounted(Exception):
-    """ncu could not count, and why: an estimate takes its place."""
+    """Failure of ncu to count, with the reason. An estimate takes its place."""
 
 
 class ProgramFailed(Exception):
