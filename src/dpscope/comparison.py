@@ -95,48 +95,25 @@ class Comparison:
         return cls(results, folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a DataFrame.
-
-        Returns:
-            A record for each method at each size; columns name their units.
-        """
+        """Return a DataFrame with a record for each method at each size; columns name their units."""
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write the records of `to_pandas()` to a file.
-
-        Args:
-            path: The file to write.
-        """
+        """Write the records of `to_pandas()` to the file `path`."""
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
-        """Return the results as LaTeX tables.
-
-        Returns:
-            Tables (booktabs) of time and peak memory, and of components if they were measured.
-        """
+        """Return LaTeX tables (booktabs) of time and peak memory, and of components if they were measured."""
         return to_latex(self.rows)
 
     def against(self, before: Comparison | Path | str) -> Against:
-        """Compare with an earlier sweep.
-
-        Args:
-            before: The earlier comparison, or its folder.
-
-        Returns:
-            What changed: `print` it, or take its `pairs` or `to_pandas()`.
-        """
+        """Return what changed since `before`, an earlier comparison or its folder: `print` it, or use `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data.
-
-        Returns:
-            The data that docs/schemas/compare.json describes.
-        """
+        """Return everything as plain data; docs/schemas/compare.json describes it."""
         return {
             "document": "dpscope.compare",
             "version": 1,

@@ -61,14 +61,7 @@ class PrivateTraining(Callback):
         self.privacy_engine = PrivacyEngine()
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far.
-
-        Args:
-            delta: The δ of (ε, δ). Default: `target_delta`.
-
-        Returns:
-            ε; 0 before the first step.
-        """
+        """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
         if not self.privacy_engine.accountant.history:
             return 0.0
         return self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta)

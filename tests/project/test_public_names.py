@@ -61,17 +61,22 @@ def documented(text: str, heading: str) -> set[str]:
     return set(re.findall(r"^    \*{0,2}(\w+):", section[1], flags=re.MULTILINE)) if section else set()
 
 
-def faults(thing) -> list[str]:
-    """Return what the docstring of a class, function or method leaves out, and arguments that there are not."""
+def faults(thing, *, in_prose: bool = False) -> list[str]:
+    """Return what the docstring of a class, function or method leaves out, and arguments that there are not.
+
+    With `in_prose` a sentence may name arguments, as `argument`, and begin with "Return".
+    """
     text = inspect.getdoc(thing) or ""
     signature = inspect.signature(thing)
     names = set(signature.parameters) - {"self"}
     told = documented(text, "Args")
+    if in_prose:
+        told |= names & set(re.findall(r"`(\w+)", text))
     found = [f"{name} is not documented" for name in sorted(names - told)]
     if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         found += [f"there is no argument {name}" for name in sorted(told - names)]
     returns = not inspect.isclass(thing) and signature.return_annotation not in ("None", None)
-    if returns and "\nReturns:\n" not in text:
+    if returns and "\nReturns:\n" not in text and not (in_prose and re.search(r"\bReturn\b", text)):
         found.append("what is returned is not documented")
     return found
 
@@ -101,7 +106,7 @@ def test_methods_on_the_page_document_their_arguments(name):
         if isinstance(inspect.getattr_static(cls, member), property):
             found[member] = [] if inspect.getdoc(thing) else ["no docstring"]
         else:
-            found[member] = faults(thing)
+            found[member] = faults(thing, in_prose=True)
     assert {member: each for member, each in found.items() if each} == {}
 
 
@@ -158,8 +163,12 @@ def make_workload() -> dpscope.Workload:
     )
 
 
-def library_names(name: str, folder) -> dict:
-    """Return names that examples use of another library."""
+def further_names(name: str, make_names, folder) -> dict:
+    """Return names that one example uses: of another example, or of another library."""
+    if name == "dpscope.flash.register_layer":
+        names = make_names()
+        run_example(flash.LayerTap, names)
+        return names
     if name.startswith("dpscope.transformers"):
         from transformers import Trainer
 
@@ -218,7 +227,7 @@ def run_example(thing, names: dict, *, compiled: bool = False) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PUBLIC])
 def test_the_example_of_a_public_name_runs(name, make_names, tmp_path):
     thing = find(name)
-    run_example(thing, make_names() | library_names(name, tmp_path), compiled=name in COMPILED)
+    run_example(thing, make_names() | further_names(name, make_names, tmp_path), compiled=name in COMPILED)
 
 
 @pytest.mark.parametrize("name", [name for name, members in SHOWN.items() if members])

@@ -249,13 +249,7 @@ class FlashEngine:
         return {slot.name: slot.parameter for slot in self._slots.values() if slot.parameter.requires_grad}
 
     def group_rows(self, ids: Tensor) -> None:
-        """Clip rows with equal ids as one sample, such as the rows of one user, in the next backward pass.
-
-        Args:
-            ids: One whole number for each row that the model was called with.
-
-        Raises:
-            UserError: A backward pass of this micro-batch has run already.
+        """Clip rows with equal `ids` (one whole number a row) as one sample, such as a user's, in the next backward.
 
         Example:
             >>> engine = FlashEngine(model)
@@ -276,8 +270,7 @@ class FlashEngine:
     def finish(self) -> None:
         """Close the micro-batch and add all clipped sums to p.grad. Every trainable parameter has one afterwards.
 
-        Raises:
-            UserError: A p.grad was not made by this engine, so it may hold more than C of a sample.
+        Raise UserError if a p.grad was not made by this engine: it may hold more than C of a sample.
         """
         self.running_sums.refuse_other_gradients()
         self.accumulate()
@@ -293,13 +286,10 @@ class FlashEngine:
                 sums.put(parameter, total)
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Close the micro-batch and return its clipped sums one at a time, without touching p.grad.
+        """Return an iterator over (parameter, Σ_b c_b v_b), each trainable parameter once; leave p.grad unchanged.
 
         A layer's inputs and output gradients are freed as its sum is handed out, so the whole gradient need never
         exist. Norms and factors are ready when this returns.
-
-        Returns:
-            An iterator over (parameter, Σ_b c_b v_b), with each trainable parameter once.
         """
         return one_by_one(self._close())
 
@@ -371,13 +361,9 @@ class FlashEngine:
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Drop what backward recorded, and the gradients. Inside a logical batch, keep the sums of earlier parts.
+        """Return False inside a logical batch, whose sums are kept; otherwise clear gradients and return True.
 
-        Args:
-            set_to_none: Set p.grad to None. False sets gradients of this engine to zero instead.
-
-        Returns:
-            True if gradients were cleared, False inside a logical batch.
+        What backward recorded is dropped in any case. p.grad becomes None, or zero if `set_to_none` is False.
         """
         cleared = self.state.clear()
         if cleared:
@@ -409,19 +395,9 @@ class FlashEngine:
         return ((slot, part) for slot in self._slots.values() for part in slot.contributions)
 
     def explain(self, *, measured: bool = False) -> PathTable:
-        """Explain which path each trainable parameter takes, and why.
+        """Return a table that says which path each trainable parameter takes, and why; `print` it.
 
-        Args:
-            measured: Also measure what each path takes on this device, about a second for each shape.
-
-        Returns:
-            A table with a row for each parameter; `print` it.
-
-        Example:
-            >>> engine = FlashEngine(model)
-            >>> x, y = next(iter(loader))
-            >>> loss_fn(model(x), y).backward()
-            >>> print(engine.explain())
+        `measured` also measures what each path takes on this device, about a second for each shape.
         """
         blocks = () if self.blocks is None else self.blocks.choices.rows
         trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)

@@ -99,24 +99,13 @@ class PrivateTrainerMixin(_Host):
     # -- ε -----------------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far.
-
-        Args:
-            delta: The δ of (ε, δ). Default: `target_delta`.
-
-        Returns:
-            ε; 0 before the first step.
-        """
+        """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
         if not self.privacy_engine.accountant.history:
             return 0.0
         return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
 
     def steps_left(self) -> int | None:
-        """Return how many more steps the target ε allows.
-
-        Returns:
-            The number of steps; None without a target, or before training begins.
-        """
+        """Return how many more steps the target ε allows; None without a target, or before training."""
         if self.privacy.target_epsilon is None or self._optimizer is None:
             return None
         return steps_left(
@@ -291,19 +280,9 @@ class PrivateTrainerMixin(_Host):
         return losses.sum() / max(len(losses), 1)
 
     def sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of each sample of a batch. Override it for a loss of your own.
+        """Return the loss of each sample, (B,), given `model` and the batch `inputs`. Override it for your own loss.
 
         Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
-
-        Args:
-            model: The model to call.
-            inputs: The batch, as the collator made it.
-
-        Returns:
-            The losses, (B,).
-
-        Raises:
-            UserError: The batch has no labels, or the model adds a loss of the whole batch.
         """
         labels = inputs.get("labels")
         rest = {name: value for name, value in inputs.items() if name != "labels"}

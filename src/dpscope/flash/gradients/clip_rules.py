@@ -59,41 +59,21 @@ class ClipRule:
         self.bounds = [_bound(max_grad_norm)]
 
     def bind(self, names: Sequence[str]) -> None:
-        """Learn which parameters are trained; called once, before the first step.
-
-        Args:
-            names: Names of the trained parameters, in the model's order.
-        """
+        """Learn the `names` of the trained parameters; called once, before the first step."""
 
     def group_of(self, name: str) -> int:
-        """Return the group of a parameter.
-
-        Args:
-            name: Qualified name of the parameter.
-
-        Returns:
-            The index of its group in `bounds`.
-        """
+        """Return the index in `bounds` of the group of parameter `name`."""
         return 0
 
     def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
-        """Return the factors of samples. A factor times its norm must be at most the bound.
+        """Return factors for `norms`, (G, B), given `bounds`: (G, 1), or a number for one group.
 
-        Args:
-            norms: Norms of B samples in G groups, (G, B).
-            bounds: The groups' bounds, (G, 1), or a number for one group.
-
-        Returns:
-            The factors, (G, B).
+        A factor times its norm must be at most the bound.
         """
         return (bounds / norms).clamp(max=1.0)
 
     def sensitivity(self) -> float:
-        """Return how far adding or removing one sample can move the clipped sum, in the Euclidean norm.
-
-        Returns:
-            The sensitivity: the noise multiplier times this is the standard deviation of the noise.
-        """
+        """Return how far adding or removing one sample can move the clipped sum, in the Euclidean norm."""
         return math.hypot(*self.bounds)
 
     @property
@@ -130,9 +110,6 @@ class Automatic(ClipRule):
         max_grad_norm: The bound C.
         gamma: γ above 0: keeps small gradients small.
 
-    Raises:
-        UserError: An argument is not a finite number above 0.
-
     Example:
         >>> engine = FlashEngine(model, clipping=Automatic(1.0, gamma=0.05))
     """
@@ -153,9 +130,6 @@ class Normalised(ClipRule):
     Args:
         max_grad_norm: The norm C.
 
-    Raises:
-        UserError: C is not a finite number above 0.
-
     Example:
         >>> engine = FlashEngine(model, clipping=Normalised(1.0))
     """
@@ -172,9 +146,6 @@ class Psac(ClipRule):
     Args:
         max_grad_norm: The bound C.
         r: The stability constant r above 0.
-
-    Raises:
-        UserError: An argument is not a finite number above 0.
 
     Example:
         >>> engine = FlashEngine(model, clipping=Psac(1.0, r=0.2))
@@ -196,9 +167,6 @@ class PerLayer(ClipRule):
     Args:
         max_grad_norm: One bound for each trained parameter, in the model's order; or one number C for all of them
             together, of which each of G parameters gets C / √G.
-
-    Raises:
-        UserError: A bound is not a finite number above 0, or there are not as many bounds as parameters.
 
     Example:
         >>> engine = FlashEngine(model, clipping=PerLayer([0.5, 0.1, 0.5, 0.1]))
@@ -240,9 +208,6 @@ class PerGroup(ClipRule):
         max_grad_norm: Pattern of names (as in `fnmatch`) -> bound of its group. A parameter belongs to the first
             pattern that matches its name; every trained parameter has to match one.
 
-    Raises:
-        UserError: A bound is not a finite number above 0, or a parameter matches no pattern.
-
     Example:
         >>> engine = FlashEngine(model, clipping=PerGroup({"*bias": 0.1, "*": 1.0}))
     """
@@ -283,9 +248,6 @@ class Adaptive(ClipRule):
         max_clipbound: Largest C.
         min_clipbound: Smallest C.
         unclipped_num_std: Standard deviation of the noise on the count; above half of the noise multiplier.
-
-    Raises:
-        UserError: An argument is out of its range.
 
     Example:
         >>> _, private, _ = PrivacyEngine().make_private(

@@ -63,23 +63,7 @@ def register_layer(cls: type[nn.Module], handler: type[LayerTap]) -> None:
         handler: The family, a subclass of `LayerTap` that computes its per-sample gradients.
 
     Example:
-        >>> class Shift(torch.nn.Module):
-        ...     def __init__(self, width):
-        ...         super().__init__()
-        ...         self.bias = torch.nn.Parameter(torch.zeros(width))
-        ...
-        ...     def forward(self, x):
-        ...         return x + self.bias
-        >>> class ShiftTap(LayerTap):
-        ...     names = ("bias",)
-        ...
-        ...     def forward(self, ctx, x):
-        ...         return self.call_original(x)
-        ...
-        ...     def backward(self, ctx, g):
-        ...         self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
-        ...         return g
-        >>> register_layer(Shift, ShiftTap)
+        >>> register_layer(Shift, ShiftTap)  # both as in the example of `LayerTap`
     """
     _FAMILIES[cls] = handler
     remember(cls)

@@ -145,12 +145,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
         Raises:
             UserError: An argument is wrong. A model that is refused raises `UnsupportedModelError`, which is Opacus's
                 `UnsupportedModuleError` too.
-
-        Example:
-            >>> model, optimizer, loader = PrivacyEngine().make_private(
-            ...     module=model, optimizer=optimizer, data_loader=loader,
-            ...     noise_multiplier=1.0, max_grad_norm=1.0
-            ... )
         """
         if rows_per_sample != 1 and pad_batches:
             raise UserError("rows_per_sample and pad_batches do not go together: leave out one of them")
@@ -261,14 +255,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         return private
 
     def get_epsilon(self, delta: float) -> float:
-        """Return ε of all steps so far. Warn if it does not hold for them, or is above the target.
-
-        Args:
-            delta: The δ of (ε, δ).
-
-        Returns:
-            ε at this δ.
-        """
+        """Return ε of all steps so far at δ = `delta`. Warn if it does not hold for them, or is above the target."""
         for doubt in [] if self.spending is None else self.spending.doubts():
             warnings.warn(doubt, stacklevel=2)
         epsilon: float = super().get_epsilon(delta)
@@ -277,43 +264,21 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # -- which models ------------------------------------------------------------------------------------------------
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raise UnsupportedModelError if make_private would refuse the model.
+        """Raise UnsupportedModelError if make_private would refuse `module`.
 
-        Args:
-            module: The model.
-            optimizer: Not used; Opacus has it.
-            data_loader: Not used; Opacus has it.
-
-        Raises:
-            UnsupportedModelError: The model has a layer that cannot be private.
+        `optimizer` and `data_loader` are Opacus's arguments, and not used.
         """
         validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Return whether make_private would accept the model.
-
-        Args:
-            module: The model.
-            optimizer: Not used; Opacus has it.
-            data_loader: Not used; Opacus has it.
-
-        Returns:
-            True if `validate` raises nothing.
-        """
+        """Return whether make_private would accept `module`. `optimizer` and `data_loader` are not used."""
         return is_valid(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """Return a copy of a model in which Opacus's replacements stand for layers that flash clipping refuses.
+        """Return a copy of `module` in which layers that flash clipping refuses (BatchNorm) are replaced as by Opacus.
 
-        Args:
-            module: The model, with BatchNorm for example.
-
-        Returns:
-            The copy, which `make_private` accepts.
-
-        Raises:
-            UnsupportedModelError: A refused layer has no replacement.
+        Raise UnsupportedModelError if a refused layer has no replacement.
         """
         module = clone_module(module)
         for name, layer in list(module.named_modules()):
@@ -336,13 +301,10 @@ class PrivacyEngine(OpacusPrivacyEngine):
         checkpoint_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save model, optimizer and spent privacy to a file that Opacus can load too.
+        """Save `module`, optimizer and spent privacy to a file that Opacus can load too.
 
-        Args:
-            module: The model.
-            module_state_dict_kwargs: Arguments of `module.state_dict`.
-            checkpoint_dict: Further entries of the file.
-            **kwargs: `path`, `optimizer` and the other arguments of Opacus's `save_checkpoint`.
+        `module_state_dict_kwargs` are for `module.state_dict`, `checkpoint_dict` has further entries of the file, and
+        `kwargs` are `path`, `optimizer` and the other arguments of Opacus's `save_checkpoint`.
         """
         if not isinstance(module, AbstractGradSampleModule):
             module_state_dict_kwargs = {"prefix": OPACUS_PREFIX, **(module_state_dict_kwargs or {})}
@@ -358,19 +320,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
     def load_checkpoint(
         self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint of this engine or of Opacus. The noise of the saved run is not used again.
+        """Return the further entries of a checkpoint of this engine or of Opacus, and load the rest.
 
-        Args:
-            module: The model.
-            optimizer: The private optimizer, if its state should be loaded.
-            resume_noise: Continue the noise generator of the saved run; see `DPFlashOptimizer.load_state_dict`.
-            **kwargs: `path` and the other arguments of Opacus's `load_checkpoint`.
-
-        Returns:
-            The further entries of the file.
-
-        Raises:
-            UserError: `resume_noise` without the private optimizer, or without a saved noise generator.
+        The state of `module` is loaded and, if given, of the private `optimizer`. `kwargs` are `path` and the other
+        arguments of Opacus's `load_checkpoint`. Noise is fresh, unless `resume_noise` continues the generator of the
+        saved run: see `DPFlashOptimizer.load_state_dict`.
         """
         if resume_noise:
             if not isinstance(optimizer, DPFlashOptimizer):

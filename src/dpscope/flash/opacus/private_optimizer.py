@@ -149,17 +149,10 @@ class DPFlashOptimizer(DPOptimizer):
 
     @_OUTSIDE_OF_GRAPHS
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Clip, add noise, update and account.
+        """Clip, add noise, update and account. `closure`, which runs forward and backward, is called once.
 
-        Args:
-            closure: Function that runs forward and backward, called once.
-
-        Returns:
-            What the wrapped optimizer's step returns; None inside a logical batch and after a fused update.
-
-        Raises:
-            UserError: The step would not be private.
-            ValueError: Gradients were not cleared since the last step.
+        Return what the wrapped optimizer returns; None inside a logical batch and after a fused update.
+        Raise UserError if the step would not be private, ValueError if gradients were not cleared since the last step.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -328,11 +321,7 @@ class DPFlashOptimizer(DPOptimizer):
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients. After a skipped step, keep the sums of the logical batch.
-
-        Args:
-            set_to_none: Set p.grad to None instead of zero.
-        """
+        """Clear gradients, to None if `set_to_none`. After a skipped step, keep the sums of the logical batch."""
         if self.engine.zero_grad(set_to_none):
             self.original_optimizer.zero_grad(set_to_none)
 
@@ -341,9 +330,6 @@ class DPFlashOptimizer(DPOptimizer):
 
         A checkpoint of a run with a noise generator is a secret: with it and the weights before and after a step, the
         noise can be removed. Without a generator nothing of the noise is saved.
-
-        Returns:
-            The state, for `load_state_dict`.
         """
         state: dict[str, Any] = dict(self.original_optimizer.state_dict())
         if self.accountant is not None:
@@ -353,15 +339,10 @@ class DPFlashOptimizer(DPOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool | None = None) -> None:
-        """Restore the wrapped optimizer's state, and count the privacy that the saved run has spent.
+        """Restore the `state_dict` of the wrapped optimizer, and count the privacy that the saved run has spent.
 
-        Args:
-            state_dict: What `state_dict` returned.
-            resume_noise: Set the noise generator back to where it stood. Only for a run that ended at this checkpoint
-                and published nothing later, because steps from there repeat its noise. By default noise is fresh.
-
-        Raises:
-            UserError: There is no noise generator to resume.
+        Noise is fresh by default. `resume_noise=True` sets the generator back to where it stood, so steps from there
+        repeat its noise: only for a run that ended at this checkpoint and published nothing later.
         """
         if self.resumes_noise if resume_noise is None else resume_noise:
             self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)

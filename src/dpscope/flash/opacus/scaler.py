@@ -46,14 +46,7 @@ class GradScaler(torch.amp.GradScaler):
             self.attach(optimizer)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Scale the losses of this private optimizer from now on. Call it before the first `scale`.
-
-        Args:
-            optimizer: The private optimizer of `make_private`.
-
-        Raises:
-            UserError: The optimizer is not private.
-        """
+        """Scale the losses of this private `optimizer` from now on. Call it before the first `scale`."""
         if not isinstance(optimizer, DPFlashOptimizer):
             raise UserError(f"a private optimizer is attached, not {type(optimizer).__name__}: attach make_private's")
         self._private[id(optimizer)] = optimizer

@@ -198,7 +198,7 @@ class LayerTap(TapOfSamples):
 
     A family implements `forward` and `backward`. If compiled graphs should hold it, it implements `gradients`,
     `piece_specs` and `record` instead of `backward`. `names` lists the parameters that the family knows; `slots` and
-    `ctx.live` (whether each requires a gradient) have the same order. `register_layer` has an example.
+    `ctx.live` (whether each requires a gradient) have the same order.
 
     Args:
         engine: The engine that is attached.
@@ -206,6 +206,13 @@ class LayerTap(TapOfSamples):
         module: The module whose forward is replaced.
 
     Example:
+        >>> class Shift(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.bias = torch.nn.Parameter(torch.zeros(width))
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.bias
         >>> class ShiftTap(LayerTap):
         ...     names = ("bias",)
         ...
@@ -215,6 +222,7 @@ class LayerTap(TapOfSamples):
         ...     def backward(self, ctx, g):
         ...         self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
         ...         return g
+        >>> register_layer(Shift, ShiftTap)
     """
 
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -237,14 +245,7 @@ class LayerTap(TapOfSamples):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Return whether the module's parameters are those that the family knows (not weight_g, not a buffer).
-
-        Args:
-            module: An instance of the registered class.
-
-        Returns:
-            False if it owns other parameters than `names`, or none of them.
-        """
+        """Return whether `module` owns parameters, and only those of `names` (not weight_g, not a buffer)."""
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
         return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
 
@@ -338,14 +339,7 @@ class LayerTap(TapOfSamples):
         return run.answer(self, output, shared=shared)
 
     def call_original(self, x: Tensor) -> Any:
-        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in.
-
-        Args:
-            x: The input, (B, ...).
-
-        Returns:
-            The module's output.
-        """
+        """Return the module's own output for `x`. A family with fixed dimensions folds the rows of a sample back in."""
         return self.original(x)
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
@@ -355,14 +349,7 @@ class LayerTap(TapOfSamples):
         return x.reshape(batch, -1, *x.shape[1:])
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Change x before `forward` sees it; autograd differentiates this step itself.
-
-        Args:
-            x: The input, (B, ...).
-
-        Returns:
-            The input of `forward`.
-        """
+        """Return `x`, (B, ...), as `forward` takes it; autograd differentiates this step itself."""
         return x
 
     def operand_dtype(self, x: Tensor) -> torch.dtype | None:
@@ -373,14 +360,7 @@ class LayerTap(TapOfSamples):
         return autocast_dtype(x) if x.is_floating_point() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the operands of a matrix product or convolution, as autocast would cast them.
-
-        Args:
-            x: The input, (B, ...).
-
-        Returns:
-            x, weight and bias.
-        """
+        """Return `x`, weight and bias of a matrix product or convolution, as autocast would cast them."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         assert weight is not None
@@ -398,12 +378,9 @@ class LayerTap(TapOfSamples):
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
     def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
-        """Give the engine the per-sample gradients of a parameter.
+        """Give the engine per-sample `gradients`, (B, ...), of parameter `index` of `names`.
 
-        Args:
-            index: Place of the parameter in `names`.
-            gradients: The gradients, (B, ...).
-            owned: Nothing else holds them, so the engine may overwrite them.
+        If `owned`, nothing else holds them, and the engine may overwrite them.
         """
         slot = self._described(index, gradients.shape)
         shape = slot.parameter.shape
@@ -411,12 +388,9 @@ class LayerTap(TapOfSamples):
         self.engine.add(slot, Kept(values, owned=owned))
 
     def defer_sums(self, index: int, g: Tensor, *, owned: bool = False) -> None:
-        """Give the engine per-sample gradients as sums over positions, Σ_t g_t, which it takes later.
+        """Give the engine `g`, (B, T, p): per-sample gradients of parameter `index` of `names` are Σ_t g_t.
 
-        Args:
-            index: Place of the parameter in `names`.
-            g: The terms of the sums, (B, T, p).
-            owned: No other contribution holds g.
+        If `owned`, no other contribution holds g.
         """
         batch, _, width = g.shape
         self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g, owned=owned))
@@ -429,62 +403,30 @@ class LayerTap(TapOfSamples):
         return slot
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        """Run the layer, and save in `ctx` what backward needs.
-
-        Args:
-            ctx: Context of the autograd function.
-            x: The input, (B, ...), as `prepare` returned it.
-
-        Returns:
-            The output.
-        """
+        """Return the layer's output for `x`, (B, ...), and save in `ctx` what backward needs."""
         raise NotImplementedError
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute what backward needs by tensor operations alone, so that compiled graphs can hold it.
+        """Return the gradient of x (if `ctx.needs_input_grad[1]`) and the pieces for `record`, given the output's `g`.
 
-        Args:
-            ctx: Context of the autograd function.
-            g: Gradient of the output.
-
-        Returns:
-            The gradient of x (None unless `ctx.needs_input_grad[1]`), then the pieces for `record` (None for
-            parameters that are not in `ctx.live`).
+        Only tensor operations are allowed, so that compiled graphs can hold them. A piece of a parameter that is not
+        in `ctx.live` is None.
         """
         raise NotImplementedError
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        """Return shapes and dtypes of the pieces that `gradients` returns for `record`.
+        """Return shape and dtype of each piece that `gradients` returns for `record`, given those of `x` and `y`.
 
-        Args:
-            x: Shape and dtype of the input.
-            y: Shape and dtype of the output.
-            live: Whether each parameter of `names` requires a gradient.
-
-        Returns:
-            One entry for each piece; None for a piece that is None.
+        `live` is `ctx.live`.
         """
         raise NotImplementedError
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        """Give the engine the pieces of the parameters' per-sample gradients.
-
-        Args:
-            pieces: What `gradients` returned after the gradient of x.
-            owned: Nothing else holds them, so the engine may overwrite them.
-        """
+        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`."""
         raise NotImplementedError
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """Give the engine the parameters' per-sample gradients, and return the gradient of x.
-
-        Args:
-            ctx: Context of the autograd function.
-            g: Gradient of the output.
-
-        Returns:
-            The gradient of x; None unless `ctx.needs_input_grad[1]`.
-        """
+        """Return the gradient of x (if `ctx.needs_input_grad[1]`), given the output's `g`; record the parameters'."""
         dx, *pieces = self.gradients(ctx, g)
         self.record(pieces)
         return dx
