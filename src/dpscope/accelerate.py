@@ -110,9 +110,8 @@ def _refuse(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> 
         )
     if accelerator.gradient_accumulation_steps > 1:
         raise UserError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up batches that are whole "
-            "Poisson draws each: give the loader the logical batch size, and pad_batches=SIZE for physical batches of "
-            "that size"
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up whole Poisson draws: give "
+            "the loader the logical batch size, and pad_batches=SIZE for physical batches"
         )
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (plugin is not None and plugin.fsdp_version != 2):
         raise UserError(

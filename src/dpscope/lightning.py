@@ -146,8 +146,8 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     ),
     (
         lambda trainer, _: trainer.accumulate_grad_batches != 1,
-        "accumulate_grad_batches adds up batches that are whole Poisson draws each: give the loader the logical batch "
-        "size, and pad_batches=SIZE for physical batches of that size",
+        "accumulate_grad_batches adds up whole Poisson draws: give the loader the logical batch size, and "
+        "pad_batches=SIZE for physical batches",
     ),
     (
         lambda trainer, _: str(trainer.precision).startswith("16"),

@@ -234,10 +234,9 @@ class Attachment:
             if gradient is None or OWN_GRADIENTS.are_taken:
                 return
             raise UserError(
-                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
-                "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
-                "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
-                "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
+                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of its module, or "
+                "was unfrozen later. Call the module instead, or attach a new engine; other causes are in "
+                "docs/sharp-edges.md#unclipped-gradient"
             )
 
         parameter, trainable = slot.parameter, slot.parameter.requires_grad

@@ -98,5 +98,5 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
 def _refuse(model: nn.Module, why: str) -> NoReturn:
     raise UserError(
         f"the loss of each sample of {type(model).__name__} is not known ({why}): override sample_losses(model, "
-        "inputs) of the private trainer, or give compute_loss_func; either has to return one loss for each sample"
+        "inputs), or give compute_loss_func, and return one loss for each sample"
     )

@@ -210,9 +210,8 @@ class PrivateTrainerMixin(_Host):
         if self._resumed is not None and self.privacy.noise_multiplier is None:
             if abs(self._resumed.sample_rate - self._sample_rate) > 1e-9:
                 raise UserError(
-                    f"the checkpoint's run drew each sample with rate {self._resumed.sample_rate:.6g}, and this one "
-                    f"would with {self._sample_rate:.6g}: keep the logical batch size and the data, or give "
-                    "noise_multiplier instead of target_epsilon"
+                    f"the checkpoint's run drew samples with rate {self._resumed.sample_rate:.6g}, this one would with "
+                    f"{self._sample_rate:.6g}: keep batch size and data, or give noise_multiplier, not target_epsilon"
                 )
             return self._resumed.noise_multiplier
         if self.privacy.noise_multiplier is not None:

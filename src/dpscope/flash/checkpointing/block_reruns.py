@@ -167,20 +167,16 @@ class BlockReruns:
         rounds_otherwise = self._rounding != self._rounding_now()
         if modes_changed or rounds_otherwise or any(p._version != version for p, version in self._weights):
             raise UserError(
-                "a weight, train()/eval() of the model or the precision of float32 products "
-                "(torch.set_float32_matmul_precision, allow_tf32) was changed between backward and the optimizer step, "
-                f"where checkpointed blocks ({self.choices.name(each.index)} is one) run again under this "
-                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave "
-                "memory_budget at None"
+                "a weight, train() or eval(), or the precision of float32 products was changed between backward and "
+                f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
+                "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
 
     def _refuse_other_gradients(self, each: BlockPass) -> None:
         raise UserError(
             f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients or inputs when it "
-            "was run again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without "
-            "being an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or "
-            "its forward does not repeat itself (a counter, a generator of its own, an attribute that was changed "
-            "between backward and the step); return such tensors from the block, or leave memory_budget at None"
+            "was run again at the step: return all tensors that the loss uses from the block, or leave memory_budget "
+            "at None (docs/sharp-edges.md#block-that-does-not-repeat)"
         )
 
 

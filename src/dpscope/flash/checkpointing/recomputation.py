@@ -148,8 +148,8 @@ class BlockPass:
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
             raise UserError(
                 f"the input or output gradient of the checkpointed block {name} was changed in place between "
-                "backward and the optimizer step, where the block runs again; copy the batch into fresh tensors, call "
-                "engine.finish() right after loss.backward(), or leave memory_budget at None"
+                "backward and the optimizer step, which runs it again; copy the batch into fresh tensors "
+                "(docs/sharp-edges.md#changes-between-backward-and-step)"
             )
         args, kwargs = pytree.tree_unflatten(self.input.leaves, self.input.spec)
         with torch.enable_grad():

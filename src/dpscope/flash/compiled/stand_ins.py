@@ -232,17 +232,15 @@ class Handout:
         for (tap, _), count in zip(tickets, counts, strict=True):
             if count != 1:
                 raise UserError(
-                    f"{tap.name} was called {count:g} times in a compiled checkpoint where it was called once when the "
-                    "model was tried out: its calls cannot be told apart; leave it out of torch.compile with "
-                    "torch.compiler.disable"
+                    f"{tap.name} was called {count:g} times in a compiled checkpoint, but once when the model was "
+                    "tried out, so its calls cannot be told apart: leave it out with torch.compiler.disable"
                 )
 
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
             f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it where an eager one "
-            "would: its gradient was lost, or its output, in a graph of its own, took no part in the loss, or it ran "
-            "eagerly in a checkpoint that breaks the graph; leave it out of torch.compile with torch.compiler.disable, "
-            "compile checkpointed blocks one by one (block.compile()), or freeze it"
+            "would: leave it out with torch.compiler.disable, or freeze it; causes and other fixes are in "
+            "docs/sharp-edges.md#layer-lost-in-a-compiled-graph"
         )
 
 

@@ -44,8 +44,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def refuse_complex(name: str, parameter: Tensor) -> None:
     if parameter.is_complex():
         raise UserError(
-            f"{name} is a complex parameter: norms and noise are taken of real ones; keep its real and imaginary parts "
-            "as one real parameter (..., 2) and call torch.view_as_complex on it in forward, or freeze it"
+            f"{name} is a complex parameter, and norms and noise are real: make it a real parameter (..., 2) and call "
+            "torch.view_as_complex on it in forward, or freeze it"
         )
 
 
@@ -211,9 +211,9 @@ class Summed:
 
 def refuse_changed(name: str) -> NoReturn:
     raise UserError(
-        f"the input or output gradient of the layer that owns {name} was changed in place between backward "
-        "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
-        "call engine.finish() right after loss.backward()"
+        f"the input or output gradient of the layer that owns {name} was changed in place between backward and the "
+        "optimizer step, which needs it; copy the batch into fresh tensors "
+        "(docs/sharp-edges.md#changes-between-backward-and-step)"
     )
 
 

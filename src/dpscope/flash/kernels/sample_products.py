@@ -180,9 +180,8 @@ def _check(device: torch.device, tiles: ProductTiles) -> None:
     if problem:
         _faults.append(problem)
         warnings.warn(
-            f"dpscope's kernel for per-sample products does not work here ({problem}). It is off in this process: "
-            "torch.bmm makes the products, and another kernel their norms. Results are as exact, and steps slower. "
-            "Another version of Triton may help.",
+            f"dpscope's kernel for per-sample products does not work here ({problem}). Slower code takes its place, "
+            "with the same results. Another version of Triton may help.",
             stacklevel=2,
         )
 

@@ -230,8 +230,7 @@ class BareTap(TapOfSamples):
             return NotFollowed([consumer or self.module], reason)
         return UserError(
             f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
-            f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "
-            "small submodule that takes and returns a tensor"
+            f"here ({reason}): give the parameter to a small submodule that takes and returns a tensor"
         )
 
     def reconsider(self) -> bool:

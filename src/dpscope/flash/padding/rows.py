@@ -130,8 +130,8 @@ def mark_batch(batch: BatchLike, rows: Rows) -> BatchLike:
     result: BatchLike = replace_leaves(batch, mark)
     if not marked:
         raise UserError(
-            f"a batch was padded to {rows.size} rows, but no tensor in it has that many, which could tell how many are "
-            "real: have collate_fn return tensors with the samples in the first dimension, or leave out pad_batches"
+            f"a batch was padded to {rows.size} rows, but no tensor in it has that many: have collate_fn return "
+            "tensors with the samples in the first dimension, or leave out pad_batches"
         )
     return result
 
@@ -145,8 +145,8 @@ def rows_in(value: Any) -> Rows | None:
     if len(found) > 1:
         one, other, *_ = sorted(rows for rows in found if rows is not None)
         raise UserError(
-            f"tensors of two padded batches are used together, one of {one.real} samples in {one.size} rows and one of "
-            f"{other.real} in {other.size}: which rows are real is not known; use one batch at a time"
+            f"tensors of two padded batches are used together ({one.real} samples in {one.size} rows, {other.real} in "
+            f"{other.size}), so the real rows are not known: use one batch at a time"
         )
     return next(iter(found), None)
 

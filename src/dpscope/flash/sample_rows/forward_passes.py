@@ -58,10 +58,8 @@ class WatchedBlocks(Protocol):
 
 def refuse_unknown_rows(count: int) -> NoReturn:
     raise UserError(
-        f"the model was called with {count} rows that do not say how many of them are padding, as the batches of a "
-        "padded loader do: copies (.to), arithmetic, columns (x[:, 1:]) and reshaping keep that, and what may reorder "
-        "rows does not. If row b is still sample b, say so: dpscope.flash.same_rows(new, batch). For batches of your "
-        "own there is dpscope.flash.pad_batch; evaluate under torch.no_grad()"
+        f"the model was called with {count} rows that do not say how many of them are padding. If row b is still "
+        "sample b of a padded batch, say so: dpscope.flash.same_rows(new, batch); other cases are in docs/padding.md"
     )
 
 

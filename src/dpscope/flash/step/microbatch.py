@@ -117,8 +117,8 @@ class MicroBatch:
         """Refuse another rounding of products than that of the norms: sums of such products may exceed the bound."""
         if operand_rounding(self.clipping.scale.device) != self._rounding:
             raise UserError(
-                "the precision of float32 products (torch.set_float32_matmul_precision, allow_tf32) was changed "
-                "between the norms of a micro-batch and its clipped sums; change it before backward or after the step"
+                "the precision of float32 products was changed between the norms of a micro-batch and its clipped "
+                "sums; change it before backward or after the step"
             )
 
     def _group_bytes(self, factored: bool) -> int:
@@ -258,8 +258,7 @@ def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
             sizes.add(part.batch_size)
     if len(sizes) > 1:
         raise UserError(
-            f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "
-            "passes that share a backward pass to be about the same samples: call backward on each before the next "
-            "forward, or give them equal batches"
+            f"one backward pass holds forward passes of {sorted(sizes)} samples, which have to be about the same "
+            "samples: call backward on each before the next forward pass"
         )
     return sizes.pop()

@@ -77,9 +77,8 @@ class RunningSums:
             if not self._warned and not self._wrote(parameter):
                 self._warned = True
                 warnings.warn(
-                    f"{name}.grad was set by the training loop and is ignored: clipped sums stay inside the engine "
-                    "until noise is added, so clip_grad_norm_ and other changes of .grad have no effect. Remove them "
-                    "(transformers' Trainer: max_grad_norm=0)",
+                    f"{name}.grad was set by the training loop and is ignored, because clipped sums stay inside the "
+                    "engine until noise is added. Remove clip_grad_norm_ and other changes of .grad",
                     stacklevel=4,
                 )
             parameter.grad = None

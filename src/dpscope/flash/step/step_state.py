@@ -169,8 +169,7 @@ class StepState:
         if generation != self._generation:
             raise UserError(
                 f"backward reached {module} through a forward pass whose samples are already clipped and summed, or "
-                "which was followed by that of another padded batch; call backward for all losses of a forward pass "
-                "before the next forward pass and before the step"
+                "which was followed by that of another padded batch: call backward before the next forward pass"
             )
 
     # -- the micro-batch ---------------------------------------------------------------------------------------------
@@ -229,13 +228,12 @@ class StepState:
             if self._micro_batches and self._last_rows is not None and self._last_rows.more:
                 raise UserError(
                     "a second backward pass since the last step, but the padded loader has cut this draw into several "
-                    "batches: call optimizer.step() and zero_grad() for each of them; the step is taken at the last"
+                    "batches: call optimizer.step() and zero_grad() for each; the last takes the step"
                 )
             if self._forbids_accumulation and self._micro_batches:
                 raise UserError(
                     "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: "
-                    "call optimizer.step() and zero_grad(), use opacus.utils.batch_memory_manager.BatchMemoryManager, "
-                    "or leave out Poisson sampling with poisson_sampling=False"
+                    "call optimizer.step() and zero_grad() after each, or use Opacus's BatchMemoryManager"
                 )
             self._micro_batch = RECORDED
         if slot is not None:
@@ -246,8 +244,7 @@ class StepState:
         if self._micro_batch is OPENED and self._size and not self._micro_batches:
             raise UserError(
                 f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
-                "parameters' gradients: call loss.backward() without inputs=..., and freeze what is not to be trained "
-                "with requires_grad_(False); zero_grad() forgets the forward pass"
+                "parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
             )
         was_recorded = self.recorded
         recorded = self.take_recorded()

@@ -113,8 +113,7 @@ def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], ar
         if not trained.isdisjoint(module.modules()):
             raise UserError(
                 f"the forward of {name or 'the model'} was compiled as a function, in which flash clipping cannot "
-                "record its layers: compile the module instead, by module.compile() or torch.compile(module), and "
-                "leave its forward as it is"
+                "record its layers: compile the module instead, by module.compile() or torch.compile(module)"
             )
 
 

@@ -284,9 +284,8 @@ class Remains:
                 "without noise; put the module into eval() mode, or leave the buffer out"
             )
         raise UserError(
-            f"{kind} keeps {path} on the module in forward, a value of each sample or of the parameters, and its "
-            "samples run one by one here: whoever reads it would see one sample alone; return it from forward instead "
-            "(an auxiliary loss: one value a sample), or do not keep it in training"
+            f"{kind} keeps {path} on the module in forward, and its samples run one by one here, so only one sample's "
+            "value would stay: return it from forward instead, one value for each sample"
         )
 
     @torch.no_grad()
