@@ -51,7 +51,7 @@ USE_PLAIN_SGD = "for the test take torch.optim.SGD without momentum"
 
 
 def require_plain_sgd(unclipped: RunningLoop, samples: Samples) -> None:
-    """Raise `StepFailed` where the loop's optimizer has momentum, or moves every entry equally far (Adam)."""
+    """Raise `StepFailed` if the loop's optimizer has momentum, or moves every entry equally far (Adam)."""
     batch = samples.batch(samples.ordinary[:1])
     first, second = (_flat(unclipped.step(batch).sums) for _ in range(2))
     if not (first.isfinite().all() and first.any() and second.any()):

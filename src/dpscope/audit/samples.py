@@ -1,6 +1,6 @@
 """Samples to make batches of, and sizes of batches.
 
-Samples are those of the batches given, and extreme ones made of them. Sizes are those at which an engine may take
+Samples come from the given batches; extreme ones are made from them. Sizes are those at which an engine may take
 another dimension for the samples: the lengths of the model's tensors.
 """
 

@@ -50,7 +50,7 @@ class Attachment:
         self._ladder = Ladder(engine.model)
 
     def attach(self, slots: Collection[Slot]) -> None:
-        """Tap the model and guard its parameters; the model is left as it was where that is refused."""
+        """Tap the model and guard its parameters. If that is refused, restore the model."""
         if any(instance_method(module) for module in self._model.modules()):
             raise UserError("the model already has a FlashEngine attached; call its detach() first")
         refuse_hooks(slots, guards=0)
@@ -121,7 +121,7 @@ class Attachment:
                 tap.install()
 
     def refresh(self) -> bool:
-        """Tap anew where a layer is not what it was, or another module has another forward; return whether that was so.
+        """Tap again if a layer or another module's forward has changed. Return whether one has.
 
         Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
         """

@@ -237,7 +237,7 @@ class FlashEngine:
         return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
 
     def run_by_loop(self) -> bool:
-        """Run samples one after the other where vmap runs them at once; return whether there is such a module."""
+        """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
         units = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
         for tap in units:
             tap.by_loop = True
@@ -351,7 +351,7 @@ class FlashEngine:
         return micro
 
     def _sum_again(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Return all sums, if checkpointed blocks run again; otherwise none yet."""
+        """Return all sums if checkpointed blocks run again; an empty batch otherwise."""
         if self.blocks is None or not passes:
             return NO_SUMS
         try:

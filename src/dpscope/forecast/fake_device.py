@@ -1,8 +1,8 @@
 """A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
 
-To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
-go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators
-that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
+In Python a tensor of this device reports `cuda:0`. The dispatcher gives it CUDA's keys, which autocast and autograd
+use. In C++ it is on `meta`, so that streams and device guards never look for a GPU.
+Operators that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None, device: torch.device) -> Any:
-        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
+        """Return the result of an operator whose shape depends on values, such as unique, if those are known."""
         if known is None:
             raise ReadsValues(
                 f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"

@@ -80,7 +80,7 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
 
-    The line of small batches may be that of another phase than the one that counts later: no step is too large.
+    At small batches another phase may be the highest, so the next batch is at most `FARTHEST` times the last one.
     """
     reached = float(fit.batch + failing) / 2
     sizes = sorted(size for size in fit.points if size <= fit.batch)
@@ -102,7 +102,7 @@ def limited_by(step: StepForecast) -> str:
 
 
 def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capability: tuple[int, int]) -> str:
-    """Return one line that names the rows whose predicted peak is above the memory that is there; "" without any."""
+    """Return a line that names the rows whose predicted peak is above the available memory; "" if there are none."""
     card = _card_like(memory_bytes, capability)
     found: list[str] = []
     kinds: dict[object, list[RunSpec]] = {}

@@ -246,7 +246,7 @@ class Row:
 
     @property
     def scaling_batch(self) -> str:
-        """Batch that is as large in one process: that of a rank, or that of a step."""
+        """The batch that the row of one process has in common with this row: a rank's, or a step's."""
         if self.alone is None:
             return ""
         return BATCH_OF_A_RANK if self.alone.field("batch_size") == self.field("batch_size") else BATCH_OF_A_STEP

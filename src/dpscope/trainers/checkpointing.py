@@ -57,7 +57,7 @@ def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
 def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoints | None:
     """Checkpoint every block of the model; raise `UserError` if there is none.
 
-    Of a model that will be `compiled` the runs are not counted.
+    Runs of a model that will be `compiled` are not counted.
     """
     checkpoints = None if compiled else Checkpoints()
     if not _checkpoint_in(model, checkpoints):

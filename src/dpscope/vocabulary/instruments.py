@@ -67,7 +67,7 @@ class Option:
     metavar: str | None = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value as its check returns it, or as it is if it is the default or of the default's type."""
+        """Return the value, checked. Without a check it has to be the default or of the default's type."""
         if value is self.default:
             return value
         if self.check is not None:

@@ -148,7 +148,7 @@ class BlockChoices:
         return False, saved
 
     def _reserve(self, later: Mapping[int, BlockCost]) -> None:
-        """Find what blocks that backward has not reached will take besides what is live: at least, and if all are held.
+        """Find how much memory blocks that backward has not reached will add: at least, and if all are held.
 
         Only what is left by blocks that are held goes to gradients that are faster to keep: a block that need not run
         again saves more time for its bytes.

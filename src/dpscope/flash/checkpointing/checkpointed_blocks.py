@@ -96,7 +96,7 @@ class CheckpointedBlock:
 
 
 class Boundary(torch.autograd.Function):
-    """The identity, where a block ends: all gradients that its outputs get from outside pass here, before any layer."""
+    """Identity at the end of a block: all gradients that its outputs receive pass through it before any layer."""
 
     @staticmethod
     def forward(ctx: Any, block: CheckpointedBlock, *outputs: Tensor) -> tuple[Tensor, ...]:

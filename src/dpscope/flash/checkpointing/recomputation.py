@@ -24,7 +24,7 @@ from dpscope.random_states import RandomStates
 
 
 class ForwardState(NamedTuple):
-    """Random states, autocast and the default device, as they are where a forward begins."""
+    """Random states, autocast and the default device at the beginning of a forward."""
 
     random: RandomStates
     autocast: list[tuple[str, bool, torch.dtype]]
@@ -133,7 +133,7 @@ class BlockPass:
 
     @property
     def bytes_if_kept(self) -> int:
-        """Bytes of the layers' contributions if the block were held and each layer chose x and g, or its gradients."""
+        """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
             if isinstance(part, Saved) and part.decision.kept_if_held is not None:

@@ -66,7 +66,7 @@ class Region:
             self._run_eagerly(args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what was compiled as it is, and leave no trace of it."""
+        """Run the eager module that was compiled, and leave no trace of it."""
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         with untouched(self.engine.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")

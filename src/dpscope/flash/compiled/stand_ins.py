@@ -81,7 +81,7 @@ class CallShapes(Run):
 
 
 class Share(NamedTuple):
-    """Share of one call in a handout. `pieces`: in the order of the tap's, None where it wants nothing."""
+    """Share of one call in a handout. `pieces` are in the tap's order, None where it needs none."""
 
     call: TappedCall
     like: Tensor

@@ -64,7 +64,8 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 def sample_products(x: Tensor, g: Tensor) -> Tensor:
     """Return g_bᵀ x_b as it is stored, (B, p, d). x: (B, T, d), g: (B, T, p).
 
-    cuBLAS is fast where it may read 16-byte words along p: the columns beyond the last whole word are made apart.
+    cuBLAS is fast if it may read 16-byte words along p, so the columns beyond the last whole word are computed
+    separately.
     """
     left = g.transpose(1, 2)
     if stored_dtype(g.dtype) != g.dtype:

@@ -97,7 +97,7 @@ class MemoryBudget:
         return self._above
 
     def begin_again(self, above: int) -> None:
-        """Begin the forward pass anew, after passes that were none of the step's: what they took says nothing of it."""
+        """Begin the forward pass again, after passes that were not of the step and say nothing about its memory."""
         self._above = above
         self.begin_forward()
 

@@ -16,8 +16,8 @@ it is made of whole tiles, though. Per-sample gradients are stored in the dtype 
 other samples may change the path, and must not change whether a gradient overflows.
 
 `keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
-and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a
-checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
+and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). Nothing is kept
+in a checkpointed block that will run again, because products for the norm would be dropped with the rest.
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
 `direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
@@ -115,7 +115,7 @@ LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, c
 
 
 class Unfolded(NamedTuple):
-    """A convolution's x: elements held a sample; whether patches are copies; whether kept products are in TF32."""
+    """Facts of a convolution's x: elements held a sample, whether patches are copies and kept products in TF32."""
 
     held: int
     copies: bool
@@ -232,7 +232,7 @@ def choose_path(
         normed: The product that writes kept gradients also takes their norms.
         forced: Path to use in any case, for tests: "gram", "direct" or "keep".
         keep_fits: There is room to keep per-sample gradients that take more memory than they free.
-        sharded: The gradient is reduced to a shard block by block, so that of a single sample is not kept for free.
+        sharded: The gradient is reduced to a shard block by block, so keeping a single sample's gradient is not free.
         runs_again: A checkpointed block makes x and g once more for the sum.
         in_tf32: The device's products leave operands unchanged that are in TF32 already.
 

@@ -34,8 +34,8 @@ position with ‖x_t‖² or ‖g_t‖² below SMALL is counted with the most th
     lost = Σ_t √(‖x_t‖² + d·2⁻¹²⁶) √(‖g_t‖² + p·2⁻¹²⁶)     over those t,
 
 and a sample whose square is not finite, or not large beside lost², is computed once more in float64, which holds the
-squares of all float32 squares. The kernel for that runs after every launch and ends at once where there is nothing to
-do, so that the device never waits for the host.
+squares of all float32 squares. The kernel for that runs after every launch and ends at once if there is nothing to do,
+so that the device never waits for the host.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _is_right(device: torch.device, tiles: ProductTiles) -> bool:
 
 
 def _check(device: torch.device, tiles: ProductTiles) -> None:
-    """Run the kernel once; where it fails or gives something else, turn it off for the process and say so."""
+    """Run the kernel once. If it fails or its result is wrong, turn it off for the process and warn."""
     try:
         problem = _problem(device, tiles)
     except Exception as error:  # Gluon may fail in any way: at import, in the compiler, at the launch

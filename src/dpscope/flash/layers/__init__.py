@@ -93,7 +93,7 @@ class Unit:
 def family_of(module: nn.Module) -> type[LayerTap] | None:
     """Return the family whose forward this very module runs.
 
-    A subclass or instance that changes anything of what that forward does belongs to none.
+    A subclass or instance that changes what that forward does belongs to no family.
     """
     if ("forward" in vars(module) and instance_method(module) is None) or parametrize.is_parametrized(module):
         return None

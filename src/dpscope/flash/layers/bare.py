@@ -41,7 +41,7 @@ from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 class Bare(StandIn):
     """Stands for `plain`, a function of parameters alone, with its history.
 
-    Gradients that reach it in another way than through a use go on to the parameter, where they are refused.
+    Gradients that reach it without a use go on to the parameter, which refuses them.
     """
 
     tap: BareTap
@@ -225,7 +225,7 @@ class BareTap(TapOfSamples):
             self._early = None
 
     def cannot_follow(self, reason: str, consumer: nn.Module | None = None) -> BaseException:
-        """Return what to raise: the module, or the layer that was given a tensor of its parameters, is tapped anew."""
+        """Return the error to raise, which has the module, or the layer given a tensor of parameters, tapped otherwise."""
         if self.engine.forwards.can_begin_again:
             return NotFollowed([consumer or self.module], reason)
         return UserError(
@@ -234,7 +234,7 @@ class BareTap(TapOfSamples):
         )
 
     def reconsider(self) -> bool:
-        """Take operators that met nothing of the samples for constants: an answer had as many rows by chance."""
+        """Treat operators that met nothing of the samples as constants: a result had as many rows by chance."""
         found = [key for key, role in self.roles.items() if isinstance(role, BareUse) and role.by_chance()]
         self.constants.update(found)
         for key in found:

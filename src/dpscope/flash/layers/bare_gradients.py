@@ -2,8 +2,8 @@
 
 A rule is given the use, g: (B, ...), and the operator's arguments, in which parameters are `Operand`s; it gives
 (operand, (B, *operand's shape)) for each, or None where the call is not of the form it knows. A product or a lookup of
-a parameter itself goes to the engine as it is, as a layer's would. `RULES` says as well whether other operands are
-needed in backward; those that are not are given by their shapes.
+a parameter itself goes to the engine unchanged, like a layer's. `RULES` says as well whether other operands are needed
+in backward; those that are not are given by their shapes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ which are the per-sample gradients. Nothing is computed twice, and random number
 follow (data-dependent control flow, operators without a batching rule) the samples run one after the other.
 
 At the first call of each kind, and at the 2nd, 4th, 8th, … of all, the module is also run on whole batches, without
-gradients (`unit_check`): one whose answer for a batch is not what it answers for each sample alone is refused.
+gradients (`unit_check`). It is refused if its output for a batch differs from its outputs for single samples.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OpaqueTap(CheckedTap):
         return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)), None)
 
     def _derive(self, given: StandIn, args: Any, kwargs: Any) -> Any:
-        """Run the module as it is, once: nothing of the samples goes into it, and its answer is made of parameters."""
+        """Run the module once, unchanged: its input has nothing of the samples, so its output depends on parameters."""
         args, kwargs = pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandIn) else leaf, (args, kwargs))
         with torch.enable_grad():
             output = self.original(*args, **kwargs)

@@ -3,8 +3,8 @@
 With u_t = W_ih x_t + b_ih and v_t = W_hh h_{t-1} + b_hh a cell computes its gates from u_t and v_t. Once ∂u and ∂v are
 known for every step, per-sample gradients are those of two Linears over the sequence: Σ_t ∂u_t x_tᵀ and
 Σ_t ∂v_t h_{t-1}ᵀ. torch's kernels do not give ∂u out, but they give the gradient of their *input*: run on u itself with
-the identity for W_ih, that is ∂u, and no weight's gradient is asked for. Forward runs so at once where that loses
-nothing; in half precision, where u would be rounded, and in checkpoints a layer runs so once more in backward.
+the identity for W_ih, that is ∂u, and no weight's gradient is asked for. Forward runs in this form at once if that
+loses nothing. In half precision, which would round u, and in checkpoints the layer runs in this form again in backward.
 
 ∂v = ∂u, except for GRU's new gate, n_t = tanh(u_n + r_t v_n): there ∂v_n = r_t ∂u_n.
 
@@ -50,7 +50,7 @@ class Weights(NamedTuple):
 
 
 class RecurrentTap(OpaqueTap):
-    """Whole sequences where there is a rule, sample by sample otherwise."""
+    """Tap that runs whole sequences if there is a rule for the layer, and sample by sample otherwise."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         self.padded = _PaddedTap(engine, name, module)

@@ -1,4 +1,4 @@
-"""Modules that cannot be trained privately: refused by name where they are trained, run as they are where frozen."""
+"""Modules that cannot be trained privately. Trained ones are refused by name; frozen ones run unchanged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def refuse_trained(name: str, module: nn.Module) -> None:
 
 
 class RefusedTap(EngineTap):
-    """The forward of a module that cannot be trained. It runs as it is while it is frozen, which may change."""
+    """The forward of a module that cannot be trained. It runs unchanged while it is frozen, which may change."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self.engine.rehearsals.run is not None:

@@ -5,10 +5,11 @@ For q made of a weight w, both (O, n), and E_o an orthonormal basis of span(1, w
     Jᵀv = a_o v_o + E_o N_o E_oᵀ v_o
 
 as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Four probes through
-autograd then give a, N and whether it is so, however many samples there are: two are E itself, one is orthogonal to it,
-one is any. A linear map that has this form for a random vector has it for all. Where a row has not, its gradients are
-NaN, so that no sample has a share in a step whose derivative was not this one. A weight that is clamped, say, may reach
-its bounds at any time; on a GPU, which nobody waits for, that is known a step or two later (`Verdict`).
+autograd then give a and N and show whether the form holds, for any number of samples: two probes are E itself, one is
+orthogonal to it, and one is random. A linear map that has this form for a random vector has it for all. Where a row has
+not, its gradients are NaN, so that no sample has a share in a step whose derivative was not this one. A weight that is
+clamped, for example, may reach its bounds at any time. On a GPU this is known a step or two later, because the host
+does not wait (`Verdict`).
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class SampleCall:
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
-        """Decide by the size in this call where it is conclusive, otherwise by what other calls have shown.
+        """Decide by the size in this call if that is conclusive, otherwise by what other calls have shown.
 
         A size that differs from the batch's says once and for all that the argument is shared: a mask (T, T) stays
         shared in a later batch of T samples. A size that equals it may do so by coincidence, and is checked.

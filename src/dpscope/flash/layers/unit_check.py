@@ -2,11 +2,11 @@
 
 Two questions, each with dropout switched off in both answers that are compared:
 
-1. Is the answer for the batch that for its samples one by one? It is not where the batch is in another dimension, or
-   where an argument that all samples share was split among them.
-2. Does a sample's answer stay the same when the other samples are replaced? It does not where the module mixes
-   samples. To find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative
-   to what a mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
+1. Is the answer for the batch that for its samples one by one? It is not if the batch is in another dimension, or if an
+   argument that all samples share was split among them.
+2. Does a sample's answer stay the same when the other samples are replaced? It does not if the module mixes samples. To
+   find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative to what a
+   mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class UnitCheck:
         ]
 
     def _others(self, leaves: list[Any], kept: int) -> list[Any]:
-        """Sample `kept` as it is; the others are exchanged, and moved where they are real numbers."""
+        """Return the leaf with sample `kept` unchanged and the others exchanged; real numbers are changed, too."""
         order = torch.arange(self.call.batch).roll(1)
         result = self._exchanged(leaves, order)
         for index, dim in self.call.mapped.items():

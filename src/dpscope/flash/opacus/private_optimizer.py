@@ -220,7 +220,7 @@ class DPFlashOptimizer(DPOptimizer):
         return self._is_last_step_skipped
 
     def _meet_ranks(self, skips: bool) -> None:
-        """Wait for the other ranks to take the same step, before any sum travels; its key is that of the first."""
+        """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""
         self._key, ranks = None, self.engine.ranks
         if ranks is None:
             return

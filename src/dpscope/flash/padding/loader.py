@@ -1,7 +1,7 @@
 """A data loader whose batches have few sizes: a draw is cut into batches, and what is missing in them is filled up.
 
-The sampler decides, in the process that trains, and says it in the indices themselves: workers, pinned memory and
-Opacus's BatchMemoryManager (which cuts lists of indices) hand those on as they are. The collate function is the user's
+The sampler decides in the process that trains, and encodes it in the indices themselves. Workers, pinned memory and
+Opacus's BatchMemoryManager (which cuts lists of indices) pass these on unchanged. The collate function is the user's
 own and sees samples alone, which it may sort or leave out; what it returns is filled up with copies of its first row.
 """
 

@@ -77,7 +77,7 @@ class Ranks:
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
     def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
-        """Wait for all ranks to do the same step with the same settings; its key, that of rank 0."""
+        """Wait for all ranks to do the same step with the same settings. Return its key, which is rank 0's."""
         key = self.control.meet(
             {
                 **self._facts(doing),
@@ -188,7 +188,7 @@ def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the sharded parameters back where a forward pass has left whole ones: the root's stay after it."""
+    """Put sharded parameters back in place of whole ones, which FSDP2 leaves in the root after a forward pass."""
     for module in model.modules():
         if is_fsdp(module):
             module.reshard()  # type: ignore[operator]

@@ -1,7 +1,7 @@
 """Forward passes of a model with an engine: how many samples they have, and whether rows are samples.
 
-The root's forward tells the number of samples; layers are let in where it is known that row b of what they are given
-belongs to sample b. The first time the root is called in some way, its forward is rehearsed to find that out.
+The root's forward gives the number of samples. A layer is accepted if row b of its input is known to belong to sample
+b. The first time the root is called in some way, its forward is rehearsed to find that out.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ForwardPasses:
 
     @property
     def can_begin_again(self) -> bool:
-        """True if the root's forward runs for the first time, and may be run anew with other taps."""
+        """True if the root's forward runs for the first time, and may run again with other taps."""
         return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
 
     @contextmanager
@@ -129,7 +129,7 @@ class ForwardPasses:
             self._close()
 
     def runs_again(self) -> bool:
-        """Return whether a forward pass now is that of a checkpoint, run again."""
+        """Return whether a forward pass now would be a checkpoint that runs again."""
         return self.rerunning or in_backward()
 
     # -- the root ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class ForwardPasses:
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def admit(self, tap: SampledLayer, x: Tensor) -> Tensor:
-        """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
+        """Check a layer's input if it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_recorded()
         if torch._C._functorch.maybe_get_level(x) > 0:
             raise UserError(

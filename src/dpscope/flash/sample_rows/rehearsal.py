@@ -179,7 +179,7 @@ class Rehearsal:
         return run
 
     def run_with_others(self) -> None:
-        """Run forward as it is, and with the first and the last sample (or the only one) replaced."""
+        """Run forward unchanged, and with the first and the last sample (or the only one) replaced."""
         self.sampled = self.sampled_leaves()
         self._run(Run(self.batch))
         if self.batch == 1:
@@ -227,7 +227,7 @@ class Rehearsal:
         raise refusals[0]
 
     def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
-        """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
+        """Refuse a model if replacing a sample, by default a random one, changes other rows of its output."""
         before = self._outputs(index, seed)
         for place in places or [_RANDOM.randrange(len(index))]:
             others = [row for row in range(self.batch) if row not in index]
@@ -287,7 +287,7 @@ class Rehearsal:
     def find_carried_state(self) -> None:
         """Refuse a model that keeps something of its samples for the next step, wherever it keeps it.
 
-        It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
+        It runs on one batch and then on another. Its output for the second must not depend on the first. Buffers are
         judged elsewhere, and put back in between.
         """
         self.sampled = self.sampled_leaves()

@@ -36,7 +36,7 @@ class Sampled(Protocol):
 
 @dataclass(eq=False)
 class OutputOf:
-    """Stands where a tap would, for what a unit of several operations gives back."""
+    """Key in place of a tap, for the output of a unit of several operations."""
 
     unit: Sampled
 

@@ -30,7 +30,7 @@ class LookSchedule:
         self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
 
     def begin_again(self) -> None:
-        """Take back a pass that is not trained on: it begins anew, with other taps."""
+        """Undo the count of a pass that begins again with other taps."""
         self.passes -= 1
 
     def is_due(self, batch: int) -> bool:

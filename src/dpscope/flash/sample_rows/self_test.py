@@ -81,7 +81,7 @@ class SelfTest:
         self.weights = 0.5 + torch.rand(len(rows), generator=_seeded("cpu", seed), dtype=torch.float64)
 
     def run(self) -> None:
-        """Raise NotFollowed for a module whose taps do not do what it does; UserError where nothing can be compared."""
+        """Raise NotFollowed for a module whose taps do not do what it does; UserError if nothing can be compared."""
         names = self.engine.trained()
         if not names:
             return

@@ -114,7 +114,7 @@ class MicroBatch:
             yield scales[group], [parameters[at] for at in places], chosen
 
     def _refuse_other_rounding(self) -> None:
-        """Refuse another rounding of products than that of the norms: sums of such products may exceed the bound."""
+        """Refuse a change of the products' rounding since the norms were taken: the sums might exceed the bound."""
         if operand_rounding(self.clipping.scale.device) != self._rounding:
             raise UserError(
                 "the precision of float32 products was changed between the norms of a micro-batch and its clipped "

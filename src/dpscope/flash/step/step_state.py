@@ -107,12 +107,12 @@ class StepState:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples of the micro-batch; None where there is none."""
+        """Number of samples of the micro-batch; None if there is none."""
         return None if self._micro_batch is CLOSED else self._size
 
     @property
     def opened_size(self) -> int | None:
-        """The number of samples of a micro-batch that no backward pass has reached; None where there is none."""
+        """Number of samples of a micro-batch that no backward pass has reached; None if there is none."""
         return self._size if self._micro_batch is OPENED else None
 
     @property

@@ -30,7 +30,7 @@ from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
 class LayerBlock(Protocol):
-    """A checkpointed block whose layers are told from others."""
+    """Checkpointed block that knows its own layers."""
 
     def running(self) -> AbstractContextManager[None]: ...
 
@@ -179,9 +179,10 @@ class TapOfSamples(EngineTap):
         self.shared: set[int] = set()
 
     def does_not_fit(self, reason: str) -> BaseException:
-        """Return what to raise where the module cannot be tapped so: one around it is, where the pass may begin again.
+        """Return the error to raise if the module cannot be tapped this way.
 
-        Where none is left, `reason` is what the user reads.
+        It makes the pass begin again with a module around this one tapped. If that is not possible, the user reads
+        `reason`.
         """
         if self.engine.forwards.can_begin_again:
             return NotFollowed([self.module], reason, climb=True)
@@ -343,7 +344,7 @@ class LayerTap(TapOfSamples):
         return self.original(x)
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
-        """Return x as (B, k, ...) where it has k·B rows: k of each sample, one block after the other."""
+        """Return x as (B, k, ...) if it has k·B rows, k consecutive ones for each sample."""
         if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
             return None
         return x.reshape(batch, -1, *x.shape[1:])

@@ -50,7 +50,7 @@ def signature(value: Any) -> Hashable:
 
 
 def sizes_of(value: Any) -> Hashable:
-    """Return the same key as `signature`, with the sizes and dtypes of tensors."""
+    """Return a key like `signature` that also has the sizes and dtypes of tensors."""
     return tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _describe(leaf) for leaf in _walk(value, set())
     )

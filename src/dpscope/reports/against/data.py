@@ -143,7 +143,7 @@ class Against:
 
     @cached_property
     def telling(self) -> list[str]:
-        """The fields that tell rows apart, beside method and size."""
+        """Fields by which rows differ, besides method and size."""
         return worth_a_column([pair.now for pair in self.pairs], ("model", *COMPARED))
 
     def name_of(self, pair: Pair) -> str:
