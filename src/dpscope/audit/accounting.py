@@ -39,7 +39,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
 
 
 def _draws(loader: Any) -> list[Indices]:
-    """Return the indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
+    """Return the indices of batches over several epochs; without a batch sampler, only their numbers of samples."""
     found: list[Indices] = []
     sampler = getattr(loader, "batch_sampler", None)
     while len(found) < DRAWS_TRIED:

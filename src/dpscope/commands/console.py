@@ -1,6 +1,6 @@
 """Console of commands: the terminal at its own width, or plain text of a fixed width into a pipe.
 
-A sweep as it happens is a live bar on a terminal, one plain line a row elsewhere.
+A running sweep is shown as a live bar on a terminal, and elsewhere as one plain line for each row.
 """
 
 from __future__ import annotations

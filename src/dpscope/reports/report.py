@@ -1,6 +1,6 @@
 """Contents of a report, computed once and handed to text, page, figures and exports.
 
-Results become rows first: what was measured of one method at one size, together, and next to ordinary training.
+Results become rows first. A row has all measurements of one method at one size, next to ordinary training.
 """
 
 from __future__ import annotations

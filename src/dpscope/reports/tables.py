@@ -205,7 +205,7 @@ class Row:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Speeds that are known, of `SPEEDS`: samples a second and, with a sequence, tokens."""
+        """Known speeds, of `SPEEDS`: samples a second and, with a sequence, tokens a second."""
         if not self.median_ms:
             return {}
         samples, length = 1e3 * self.samples / self.median_ms, self.spec.get("seq_len")
@@ -241,7 +241,7 @@ class Row:
 
     @property
     def scaling(self) -> float | None:
-        """Samples in a second, against the same method in one process; n of n ranks would be perfect."""
+        """Samples a second relative to the same method in one process; with n ranks, n would be perfect."""
         return _ratio(self, self.alone, lambda row: row.speeds.get("samples/s"))
 
     @property

@@ -109,7 +109,7 @@ class BlockChoices:
     def is_held(self, index: int, samples: int, shape: Any, calls: int) -> bool:
         """Decide on a block that backward reaches. `calls`: how many blocks the forward pass had.
 
-        shape: everything that has to be equal for a block to take as much memory a sample as before
+        shape: everything that has to be equal for a block to need the same memory per sample
         """
         self._reached.add(index)
         later = {i: cost.of(samples) for i, cost in self._costs.items() if i < calls and i not in self._reached}

@@ -225,7 +225,7 @@ class BareTap(TapOfSamples):
             self._early = None
 
     def cannot_follow(self, reason: str, consumer: nn.Module | None = None) -> BaseException:
-        """Return the error to raise, which has the module, or the layer given a tensor of parameters, tapped otherwise."""
+        """Return the error to raise. It has the module, or the layer that got a tensor of parameters, tapped again."""
         if self.engine.forwards.can_begin_again:
             return NotFollowed([consumer or self.module], reason)
         return UserError(

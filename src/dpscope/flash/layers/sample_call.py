@@ -76,7 +76,7 @@ def _no_checkpoints() -> Iterator[None]:
 
 
 class WrittenArguments(UserError):
-    """A unit changes what it was given, however its arguments are read."""
+    """Error of a unit that changes its arguments in place."""
 
 
 class SampleCall:

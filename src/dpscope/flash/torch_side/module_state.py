@@ -117,7 +117,7 @@ class OptionWatch:
         self.note()
 
     def note(self) -> None:
-        """Take everything as it is now for known."""
+        """Remember the current state as known."""
         self._values = [holder.get(key) for holder, key in self._cells]
 
     def has_changed(self) -> bool:

@@ -152,7 +152,7 @@ def lanes(timeline: CapturedTimeline) -> DataFrame:
 
 
 def nesting(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return how many earlier spans are still open at the start of each; spans come by start."""
+    """Return how many earlier spans are still open at the start of each; spans are sorted by start."""
     open_until: list[int] = []
     depths = []
     for start, end in spans:

@@ -118,7 +118,7 @@ class Pair:
         return self.status_changed or any(self.change(quantity).tone for quantity in QUANTITIES)
 
     def verdict(self, quantity: Quantity) -> str:
-        """Return the verdict of its quantity, or of the row if that ended differently or without figures."""
+        """Return the verdict on a quantity; on the row itself if its status changed or it has no figures."""
         if self.status_changed:
             return " → ".join(self.statuses)
         return self.change(quantity).verdict or ("" if self.now.result.ok else self.statuses[1])
