@@ -173,12 +173,12 @@ def compare(
 
     Args:
         workload: A preset ("tiny", "hf:gpt2"), a config (`make_config`), "FILE.py:function", or a function at the top
-            level of a file that returns a `Workload`. Or a list of run specs, which are measured as they are.
+            level of a file that returns a `Workload`. Or a list of run specs.
         out: The folder for results and reports; by default a new one below `dpscope-results`.
         resume: Keep finished rows of the folder.
         overwrite: Remove earlier results and reports of the folder first.
         limits: Time and memory that a row may take.
-        observer: Is told what is measured now and what it gave.
+        observer: Object whose methods are called with each spec that starts and each result.
         **sweep: `methods`, `batch_size`, `seq_len` (each a value or a list), `instruments` (names, or "all"), `device`,
             `options` (instrument -> option -> value), and any setting of a row: `dtype`, `compile`, `steps`, …
 

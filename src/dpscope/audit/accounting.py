@@ -1,8 +1,7 @@
 """Test of the accountant: it counts every step, empty batches too, at the right rate and noise.
 
-Accountants assume that a loader draws each sample with the sample rate, independently (Poisson). That is seen by the
-indices that its batch sampler gives, over many draws; every such test raises a false alarm with a probability of at
-most `UNLIKELY`.
+Accountants assume that a loader draws each sample with the sample rate, independently (Poisson). This is tested on the
+indices of many draws. Each test raises a false alarm with a probability of at most `UNLIKELY`.
 """
 
 from __future__ import annotations

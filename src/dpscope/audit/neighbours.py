@@ -273,7 +273,7 @@ class NeighbourTest:
             )
 
     def _explain_shares(self, trial: Trial) -> Iterator[str]:
-        """Explain a sample's wrong share of sums that hold nothing else."""
+        """Explain why a sample has a wrong share of sums that hold only copies of it."""
         loop = self._loop(trial.clip_norm, trial.silent)
         size = len(trial.batch)
         for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):

@@ -122,7 +122,7 @@ def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
 
 
 def conclusion(audits: dict[str, Audit]) -> str:
-    """Return the last line, which says that what held is not proved."""
+    """Return the last line, which says that passed tests are no proof."""
     endings = group_names((method, _ending(audit)) for method, audit in audits.items())
     return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
 

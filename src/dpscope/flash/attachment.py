@@ -123,7 +123,8 @@ class Attachment:
     def refresh(self) -> bool:
         """Tap again if a layer or another module's forward has changed. Return whether one has.
 
-        Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
+        It runs in every pass, so it checks each class once, and instances by their class and the size of their
+        dictionary.
         """
         changed = self._changed_layers()
         if changed:
@@ -199,7 +200,7 @@ class Attachment:
     ) -> bool:
         """Tap modules in the next way that may fit them; return whether there is one (see `Ladder`).
 
-        With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
+        Without a module, a rehearsal was refused, perhaps because something has the batch's size by coincidence.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)

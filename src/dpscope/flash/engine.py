@@ -138,7 +138,7 @@ class FlashEngine:
 
     @property
     def max_grad_norm(self) -> float:
-        """C. May be changed at any time: a micro-batch is clipped at what it is when the micro-batch is closed."""
+        """C. It may be changed at any time: a micro-batch is clipped at the value at its closing."""
         return self.clip.max_grad_norm
 
     @max_grad_norm.setter
@@ -375,7 +375,7 @@ class FlashEngine:
         self.running_sums.clear(set_to_none)
 
     def _abandon_draw(self) -> None:
-        """Drop the sums of a draw whose other parts did not come: two draws in one step may hold a sample twice."""
+        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice."""
         warnings.warn(
             "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
             "are dropped, and no step is taken for it",

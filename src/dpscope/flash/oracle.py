@@ -1,11 +1,12 @@
-"""The oracle: micro-batches of one, plain autograd. Slow, dumb, and what every other path is held against.
+"""The oracle: micro-batches of one, plain autograd. Slow and simple: every other path is tested against it.
 
 For sample b with gradient v_b over all trainable parameters together (norms in float64):
 
     norm_b = ||v_b||,   factor_b = min(1, C / norm_b)  (0 where norm_b is not finite),   sum = Σ_b factor_b v_b
 
-for flat clipping, and as the other rules say. It shares no code with the engine. The model is deep-copied first, which
-gives an ordinary model even where an engine is attached, so the caller's gradients, buffers and taps are never touched.
+for flat clipping; other rules have their own factors. It shares no code with the engine. The model is deep-copied
+first, so the caller's gradients, buffers and taps are never touched. The copy is an ordinary model even if an engine is
+attached.
 """
 
 from __future__ import annotations

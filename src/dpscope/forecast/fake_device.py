@@ -39,7 +39,7 @@ class ReadsValues(UserError):
 
 @contextmanager
 def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
-    """Open the device. Inside, tensors are fake; what they take is counted by its allocator.
+    """Open the device. Context in which tensors are fake, and its allocator counts their memory.
 
     `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
     """

@@ -80,8 +80,8 @@ def colour_of(component: str) -> str:
 def method_looks(methods: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each method, which tell methods apart in grey print too.
 
-    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. Only
-    where two of one report would look alike does the later in the alphabet take the next that is free.
+    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. If two
+    methods of a report would look alike, the later one in the alphabet takes the next free look.
     """
     names = list(dict.fromkeys(methods))
     colours, markers = (_by_name(names, looks) for looks in (METHOD_COLOURS, METHOD_MARKERS))

@@ -1,7 +1,7 @@
 """Story of a comparison, in sentences: which private method to take at a size, what it costs and saves.
 
-Nothing is called better on a difference that the measurement does not carry: times whose 10th to 90th percentiles
-overlap are equal, and so are peaks within `SAME_MEMORY` of each other.
+Differences within the spread of the measurement do not count: times whose 10th to 90th percentiles overlap are equal,
+and so are peaks within `SAME_MEMORY` of each other.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """Collect garbage again after `rest`, but nothing of what exists by now."""
+    """Collect garbage again after `rest`, but leave out objects that exist now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -47,7 +47,7 @@ def require_buildable(spec: RunSpec) -> None:
     from dpscope.workloads.workload import build_model, build_workload
 
     class Uninitialised(TorchFunctionMode):
-        """Mode without initial values, for which torch would import its compiler: it takes longer than the model."""
+        """Mode that skips initial values: to make them, torch would import its compiler, which is slow."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(function, "__module__", None) == torch.nn.init.__name__:

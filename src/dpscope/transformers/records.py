@@ -1,7 +1,7 @@
 """Privacy records: ε so far, the steps that a target ε allows, and privacy.json in a Trainer's checkpoint.
 
-privacy.json tells which samples were drawn (the seed): anyone who has it can tell who took part in which step, and
-privacy by sampling is lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.
+privacy.json holds the seed of the draws. Anyone who has it knows which samples took part in which step, and privacy by
+sampling is lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class PrivateTrainerMixin(_Host):
         return model, self._loader
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the model private, which is spread, compiled and has its optimizer by now; then as the Trainer does."""
+        """Make the model private, which by now is spread and compiled and has its optimizer. Return the scheduler."""
         prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
         if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
             self._make_private(prepared, num_training_steps)
@@ -313,7 +313,7 @@ class PrivateTrainerMixin(_Host):
         return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
 
     def _operations(self, batch: Any) -> float:
-        """Return what `floating_point_ops` would; it counts all parameters of the model each time."""
+        """Return the same as `floating_point_ops`, which counts all parameters of the model each time."""
         main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
         if main is None or not main.numel():
             return 0.0
@@ -334,7 +334,7 @@ class PrivateTrainerMixin(_Host):
     # -- logs and checkpoints ----------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *rest: Any, **keywords: Any) -> None:
-        """Log as the Trainer does; beside the loss ε, the median of samples' norms, and the share that was clipped."""
+        """Log as the Trainer does, and besides ε, the median of the samples' norms and the share that was clipped."""
         if "loss" in logs or "train_loss" in logs:
             logs["epsilon"] = self.get_epsilon()
         if "loss" in logs and self._norms:
@@ -345,7 +345,7 @@ class PrivateTrainerMixin(_Host):
         super().log(logs, *rest, **keywords)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Load as the Trainer does; of a sharded optimizer torch keeps nothing of the noise, which has its own file."""
+        """Load as the Trainer does, and the noise of a sharded optimizer, which torch leaves out, from its own file."""
         private = self._optimizer
         if checkpoint is None or private is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)

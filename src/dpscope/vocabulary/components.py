@@ -59,7 +59,7 @@ def component_named(key: str) -> Component:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Return the components as they are stacked and listed: the known ones, users' own, and what is left."""
+    """Return the components in the order of stacking: the known ones, users' own, and the rest."""
     places = {key: place for place, key in enumerate(KEYS)}
     last = places[UNATTRIBUTED]
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))

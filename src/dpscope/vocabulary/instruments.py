@@ -58,7 +58,7 @@ def make_schedule(name: str, *, warmup: int, active: int | None = None) -> Sched
 
 @dataclass(frozen=True)
 class Option:
-    """An option of an instrument, and of its subcommand: a switch where it is off by default."""
+    """Option of an instrument and of its subcommand. It is a switch if it is off by default."""
 
     default: Any
     help: str

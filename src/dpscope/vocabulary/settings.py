@@ -1,4 +1,4 @@
-"""Settings of a row: a field each, with all that commands, result files and reports say of it.
+"""Settings of a row. Each is a field with its texts for commands, result files and reports.
 
 docs/architecture.md says how to add one.
 """

@@ -1,6 +1,6 @@
 """Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
 
-Of a block that is recomputed the norms are taken when backward leaves it, and x and g of its layers are let go. Its
+The norms of a recomputed block are taken when backward leaves it, and x and g of its layers are released. Its
 input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
 (block_reruns.py), and each layer's sum is made where its g arrives.
 """
@@ -68,7 +68,7 @@ class CheckpointedBlock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Take layers that run inside the context for the block's."""
+        """Treat layers that run inside the context as the block's."""
         engine = self.blocks.engine
         rules = engine.path_rules
         before, runs_again = engine.block, rules.runs_again

@@ -62,8 +62,8 @@ def check_limit(limit: MemoryLimit) -> None:
 class MemoryBudget:
     """Budget of bytes on a device.
 
-    limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
-    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway.
+    limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same for
+    held checkpointed blocks, and a gradient is kept only if that takes no more memory than x and g.
     """
 
     def __init__(

@@ -12,17 +12,18 @@ update's reading of it cost, in multiply-adds counted as two operations:
 
 Kept gradients are read by the update and, unless their product takes the norms as it writes them
 (kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
-it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, those of float16 in float32:
-other samples may change the path, and must not change whether a gradient overflows.
+it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, but in float32 instead of
+float16. Other samples may change the path, and must not change whether a gradient overflows.
 
-`keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
-and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). Nothing is kept
-in a checkpointed block that will run again, because products for the norm would be dropped with the rest.
+`keep` is a candidate if the per-sample gradients take no more memory than what they replace, or if they fit
+(memory_budget.py). They replace the output gradient, and x unless another layer reads it, too, as q, k and v do.
+Nothing is kept in a checkpointed block that will run again, because products for the norm would be dropped with the
+rest.
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
-`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
-as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), or the device
-may round but need not (a CPU), it is no candidate.
+`direct` and `keep` make them. `gram` uses copies of x and g that are rounded already, which a product in TF32 does not
+change. It is no candidate if the sum is made of other tensors (a convolution's patches, a block that runs again), or if
+the device may round but need not (a CPU).
 """
 
 from __future__ import annotations

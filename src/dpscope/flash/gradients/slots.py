@@ -1,4 +1,4 @@
-"""A slot for each trainable parameter: where what backward passes leave for it gathers until the micro-batch closes."""
+"""Slots, one for each trainable parameter: they collect what backward passes leave until the micro-batch closes."""
 
 from __future__ import annotations
 

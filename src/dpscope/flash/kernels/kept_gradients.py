@@ -1,6 +1,6 @@
 """Norms and clipped sums of per-sample gradients that are stored, each in one read, all parameters in one launch.
 
-A parameter whose per-sample gradients v_b are kept as values: (B, *shape) needs of them, once all parameters are known,
+If a parameter's per-sample gradients v_b are kept as values: (B, *shape), two results of them are needed:
 
     norms   Σ ‖v_b‖² over all parameters, per sample;
     sums    Σ_b c_b v_b, written, or added to what is there.

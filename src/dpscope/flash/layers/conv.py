@@ -6,9 +6,9 @@ window of x under output position l: (C/groups · Π kernel). Groups are samples
 are made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order of memory,
 and none for kernels of one element.
 
-On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
-it is told to. Per-sample gradients that are kept are rounded as the convolution is, for norm and sum are of the values
-that are kept. All else is of products that are rounded as the user has them.
+On a GPU torch rounds operands of convolutions to TF32 by default, and operands of matrix products only on request. Kept
+per-sample gradients are rounded like the convolution, because norm and sum are of the kept values. All else is of
+products that are rounded as the user has them.
 """
 
 from __future__ import annotations

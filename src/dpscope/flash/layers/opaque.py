@@ -2,8 +2,8 @@
 
 Each parameter is replaced, inside the module's own forward, by B copies that are one and the same tensor (a view); the
 module runs under vmap over samples, each seeing a batch of one; ordinary autograd then gives the copies' gradients,
-which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. Where vmap cannot
-follow (data-dependent control flow, operators without a batching rule) the samples run one after the other.
+which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. If vmap cannot
+follow (data-dependent control flow, operators without a batching rule), the samples run one after the other.
 
 At the first call of each kind, and at the 2nd, 4th, 8th, … of all, the module is also run on whole batches, without
 gradients (`unit_check`). It is refused if its output for a batch differs from its outputs for single samples.

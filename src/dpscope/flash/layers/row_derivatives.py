@@ -6,10 +6,10 @@ For q made of a weight w, both (O, n), and E_o an orthonormal basis of span(1, w
 
 as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Four probes through
 autograd then give a and N and show whether the form holds, for any number of samples: two probes are E itself, one is
-orthogonal to it, and one is random. A linear map that has this form for a random vector has it for all. Where a row has
-not, its gradients are NaN, so that no sample has a share in a step whose derivative was not this one. A weight that is
-clamped, for example, may reach its bounds at any time. On a GPU this is known a step or two later, because the host
-does not wait (`Verdict`).
+orthogonal to it, and one is random. A linear map that has this form for a random vector has it for all. The gradients
+of a row without this form are NaN, so that no sample has a share in such a step. A weight that is clamped, for example,
+may reach its bounds at any time. On a GPU this is known a step or two later, because the host does not wait
+(`Verdict`).
 """
 
 from __future__ import annotations

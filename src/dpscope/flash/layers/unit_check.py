@@ -296,7 +296,7 @@ class CheckedTap(UnitTap):
         """Describe for `explain()` how samples are run from now on."""
 
     def check(self, sample_call: SampleCall) -> None:
-        """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
+        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
         if dry_run.current() is not None:
             return
         check = UnitCheck(self, sample_call, self.run)

@@ -35,7 +35,7 @@ RunningSum = Callable[[nn.Parameter], Tensor | None]
 
 
 class SumBatch(NamedTuple):
-    """Clipped sums that were made at once, in columns: a step has hundreds of them, and the host is in a hurry.
+    """Clipped sums that were made at once, in columns, because a step has hundreds of them and host time matters.
 
     The sum of parameter i is Σ_b factors_b·tensors[i]_b, with tensors[i]: (B, *shape), or tensors[i] itself where
     factors is None. A sample whose factor is 0 is to be ignored: it may hold NaN.

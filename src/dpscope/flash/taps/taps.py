@@ -86,8 +86,8 @@ class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
     Parameters are not inputs of this function, so autograd has no ordinary gradient to give them and no
-    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and whether autograd
-    would reach it tells whether a backward pass asks for the parameters' gradients at all.
+    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and autograd reaches
+    it only in a backward pass that accumulates gradients of parameters.
     """
 
     @staticmethod

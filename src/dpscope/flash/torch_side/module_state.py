@@ -94,8 +94,8 @@ class ModuleState:
 class OptionWatch:
     """The numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs, too.
 
-    They decide what a forward does with its samples. What forward itself changes (a counter) is not the user's doing;
-    what the user changes again and again is not watched any longer.
+    They decide what a forward does with its samples. Changes by forward itself (a counter) do not count, and an option
+    that the user changes again and again is no longer watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,7 +121,7 @@ class OptionWatch:
         self._values = [holder.get(key) for holder, key in self._cells]
 
     def has_changed(self) -> bool:
-        """Return whether an option is another than it was noted."""
+        """Return whether an option has changed since it was noted."""
         values = [holder.get(key) for holder, key in self._cells]
         if all(map(operator.is_, values, self._values)):
             return False

@@ -52,7 +52,7 @@ def sentences(against: Against) -> list[str]:
 
 
 def format_change(relative: float | None) -> str:
-    """Return −3.1%; what would round to nothing has no sign."""
+    """Return a change such as −3.1%, without a sign if it rounds to zero."""
     if relative is None:
         return MISSING
     share = f"{abs(relative):.1%}"
