@@ -128,7 +128,7 @@ class Comparison:
         return f"<Comparison of {len(self.rows)} rows in {self.folder}: print it, or take to_pandas()>"
 
     def _repr_html_(self) -> str:
-        """Show the table in a notebook, and below it what it says."""
+        """Show the table in a notebook, with its conclusions below."""
         columns = [*export.IDENTITY, "status", "time_median_ms", "time_ratio", "peak_memory_bytes", "memory_ratio"]
         frame = self.to_pandas()
         frame = frame[[name for name in columns if name in frame]]
@@ -137,7 +137,7 @@ class Comparison:
         return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in said)
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
-        """Return the table and what it says, for a console of `width` columns."""
+        """Return the table and its conclusions, for a console of `width` columns."""
         return summary(self.report, width=width)
 
     def __str__(self) -> str:

@@ -265,7 +265,7 @@ class CheckpointedBlocks:
     def _hold_sums(done: BlockPass) -> None:
         """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
 
-        The block need not make them once more, and all blocks' are normed and summed at once.
+        The block need not make them again, and those of all blocks are normed and summed at once.
         """
         room = (done.input_bytes + done.grad_bytes) // 8
         sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}

@@ -172,7 +172,7 @@ def kept_products(x: Tensor, g: Tensor) -> Kept:
 class Summed:
     """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
 
-    owned: g is the sums of stretches of positions and has no other owner; otherwise an Outer holds it
+    owned: g holds sums over stretches of positions and has no other owner; otherwise an Outer holds it, too
     """
 
     __slots__ = ("g", "owned", "version")

@@ -135,7 +135,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @property
     def _is_last_step_skipped(self) -> bool:
-        """Opacus's name for it: a logical batch is open."""
+        """True if a logical batch is open, under Opacus's name for it."""
         return self.engine.state.accumulating
 
     @_is_last_step_skipped.setter

@@ -141,7 +141,7 @@ def against_summary(against: Against) -> RenderableType:
 
 
 def _notes(against: Against, quantity: Quantity) -> list[str]:
-    """Return what `?` marks, and which peak it is."""
+    """Return notes on what `?` marks and on how the peak was measured."""
     if quantity is MEMORY:
         return peak_notes(against.memory_sources)
     changes = [change for pair in against.pairs for change in (pair.change(quantity), pair.ratio(quantity))]
