@@ -1,8 +1,4 @@
-"""FlashEngine: exact per-sample clipping (flat, over all layers) with one ordinary loss.backward().
-
-    engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
-    loss_fn(model(x), y).backward()
-    engine.finish()          # p.grad += Σ_b min(1, C / ||v_b||) v_b, for every trainable parameter
+"""FlashEngine: exact per-sample clipping with one ordinary loss.backward().
 
 Guarantee: with C = `max_grad_norm`, every sample's share of p.grad, over all parameters together, has a norm of at most
 C up to rounding; a sample whose gradient is not finite has no share. No noise is added and nothing is divided here.
