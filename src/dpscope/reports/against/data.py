@@ -126,19 +126,30 @@ class Pair:
 
 @dataclass(frozen=True)
 class Against:
-    """A sweep (`now`) against an earlier one or another machine's (`before`). `print` shows it."""
+    """Comparison of a sweep (`now`) with an earlier one or another machine's (`before`). `print` shows it.
 
-    before: str  # the folders
+    Attributes:
+        before: Folder of the earlier sweep.
+        now: Folder of this sweep.
+        pairs: Rows that are in both sweeps.
+        differences: Settings and versions in which the sweeps differ.
+        only_before: Rows that only the earlier sweep has.
+        only_now: Rows that only this sweep has.
+        skipped: Files of either that are no results.
+    """
+
+    before: str
     now: str
     pairs: list[Pair]
     differences: list[Difference]
     only_before: list[Row]
     only_now: list[Row]
-    skipped: list[Skipped]  # files of either that are no results
+    skipped: list[Skipped]
     memory_sources: tuple[str, str] = ("", "")  # how the peaks that are shown were measured: before, now
 
     @property
     def changed(self) -> bool:
+        """True if a figure changed beyond its spread, or a status changed."""
         return any(pair.changed for pair in self.pairs)
 
     @cached_property
