@@ -51,6 +51,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks carry their outputs
 
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # attributes as a list, like arguments
 autodoc_inherit_docstrings = False  # those of torch and Opacus are in another form
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80  # longer ones have a line for each argument

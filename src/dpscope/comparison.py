@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows of the table: one for each method at each size, with the figures of all instruments."""
+        """Rows of the table, one for each method at each size, with the figures of all instruments."""
         return self.report.rows
 
     @property

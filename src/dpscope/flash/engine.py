@@ -134,7 +134,7 @@ class FlashEngine:
 
     @property
     def max_grad_norm(self) -> float:
-        """C. It may be changed at any time: a micro-batch is clipped at the value at its closing."""
+        """The clipping bound C. It may be changed at any time; a micro-batch uses the value at its closing."""
         return self.clip.max_grad_norm
 
     @max_grad_norm.setter

@@ -78,7 +78,7 @@ class ClipRule:
 
     @property
     def max_grad_norm(self) -> float:
-        """C: the bound of all groups together. Setting it scales the bound of every group."""
+        """The bound C of all groups together. Setting it scales the bound of every group."""
         return self.sensitivity()
 
     @max_grad_norm.setter

@@ -116,7 +116,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C; schedulers set it here."""
+        """The clipping bound C, which schedulers set here."""
         return self.engine.max_grad_norm
 
     @max_grad_norm.setter
