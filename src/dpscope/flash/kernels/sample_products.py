@@ -180,8 +180,8 @@ def _check(device: torch.device, tiles: ProductTiles) -> None:
     if problem:
         _faults.append(problem)
         warnings.warn(
-            f"dpscope's kernel for per-sample products does not work here ({problem}). It is off in this process; slower "
-            "code gives the same results. Another version of Triton may help.",
+            f"dpscope's kernel for per-sample products does not work here ({problem}). It is off in this process; "
+            "slower code gives the same results. Another version of Triton may help.",
             stacklevel=2,
         )
 
