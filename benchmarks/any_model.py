@@ -2,6 +2,7 @@
 
 python benchmarks/any_model.py OUT                             # all rows on a GPU
 python benchmarks/any_model.py OUT --only resnet wrn lstm gru    # those without transformers, about 90 s on an H200
+python benchmarks/any_model.py OUT --profile --only resnet50   # with the kernels of standard and private steps
 python benchmarks/any_model.py OUT --tiny                      # the same models, small, on a CPU: does it run?
 
 Standard and flash steps alternate in blocks of one process; a ratio is the median over blocks, with its range. The
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from dpscope.flash import DPFlashOptimizer, FlashEngine
 
 BLOCKS, STEPS, WARMUP = 5, 4, 5
+KERNELS = 22
 
 
 class StandardisedConv(nn.Conv2d):
@@ -206,7 +209,7 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def measure(row: Row, device: str) -> dict[str, Any]:
+def measure(row: Row, device: str) -> tuple[dict[str, Any], list[Loop]]:
     found: dict[str, Any] = {"name": row.name, "bar": row.bar}
     peaks, loops = [], []
     for private in (False, True):
@@ -232,39 +235,53 @@ def measure(row: Row, device: str) -> dict[str, Any]:
         "range": [ratios[0], ratios[-1]],
         "peak": peaks[1] / peaks[0] if peaks else None,
     }
-    return found
+    return found, loops
 
 
-def profile(row: Row, device: str) -> str:
-    """The kernels of a private step that take most time."""
-    loop = Loop(row, device, True)
-    loop.block(WARMUP)
-    loop.engine.rehearsals.schedule.pause()
-    with torch.profiler.profile() as profiler:
-        loop.block(2)
-    kind = "device" if device == "cuda" else "cpu"
-    table = profiler.key_averages().table(
-        sort_by=f"self_{kind}_time_total", row_limit=15, max_name_column_width=60, top_level_events_only=False
-    )
-    return f"{row.name}: two private steps\n{table}"
+def profile(loops: list[Loop], device: str) -> str:
+    """The costliest kernels of a standard and of a private step, the time the device is busy, and the host's time."""
+    lines = []
+    for title, loop in zip(("standard", "private"), loops, strict=True):
+        loop.wait()
+        start = time.perf_counter()
+        loop.step()
+        host = (time.perf_counter() - start) * 1e3
+        wall = loop.block(STEPS)
+        with torch.profiler.profile() as profiler:
+            loop.block(2)
+        kind = "device" if device == "cuda" else "cpu"
+        events = [
+            event
+            for event in profiler.key_averages()
+            if device != "cuda" or event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        times = {event.key: (getattr(event, f"self_{kind}_time_total") / 2e3, event.count / 2) for event in events}
+        busy = sum(each for each, _ in times.values())
+        lines.append(f"{loop.row.name}, {title} step: {wall:.1f} ms, device busy {busy:.1f} ms, host {host:.1f} ms")
+        top = sorted(times.items(), key=lambda item: -item[1][0])[:KERNELS]
+        lines += [f"  {each:8.3f} ms {count:7.1f} calls  {name[:110]}" for name, (each, count) in top]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="patterns of rows' names")
+    parser.add_argument("--profile", action="store_true", help="list kernels of every row, not of the slowest alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
     lines = []
-    slowest: tuple[float, Row | None] = (0.0, None)
+    slowest: tuple[float, list[Loop]] = (0.0, [])
     for row in rows(options.tiny):
-        if options.only and not any(word in row.name for word in options.only):
+        if options.only and not any(re.search(word, row.name) for word in options.only):
             continue
+        loops: list[Loop] = []
         try:
-            found = measure(row, device)
-            slowest = max(slowest, (found["ratio"], row), key=lambda pair: pair[0])
+            found, loops = measure(row, device)
+            if not options.profile:
+                slowest = max(slowest, (found["ratio"], loops), key=lambda pair: pair[0])
             low, high = found["range"]
             first = found["first_step_ms_flash"] / found["standard_ms"]
             lines.append(
@@ -278,9 +295,14 @@ def main() -> None:
         name = row.name.replace(" ", "-")
         (options.out / f"any-model-{name}.json").write_text(json.dumps(found, indent=1))
         print(lines[-1], flush=True)
+        if options.profile and loops:
+            text = profile(loops, device)
+            (options.out / f"profile-{name}.txt").write_text(text)
+            print(text, flush=True)
+        del loops
         if device == "cuda":
             torch.cuda.empty_cache()
-    if slowest[1] is not None:
+    if slowest[1]:
         text = profile(slowest[1], device)
         (options.out / "slowest-profile.txt").write_text(text)
         print(text)

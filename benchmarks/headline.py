@@ -72,6 +72,7 @@ class Cell(NamedTuple):
     base: str | None
     title: str
     title_zh: str
+    dtype: str = "bf16"
 
 
 CELLS = {
@@ -136,7 +137,7 @@ class Loop:
             compile=cell.compile,
             batch_size=2 if tiny else row.batch,
             seq_len=None if row.length is None else 16 if tiny else row.length,
-            dtype="bf16",
+            dtype=cell.dtype,
             device=device(),
         )
         self.trainer, self.batches = assemble(spec)
@@ -269,9 +270,9 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if device() == "cuda" else "CPU"
 
 
-def versions() -> dict[str, str]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -4,8 +4,9 @@
     python benchmarks/plan_accuracy.py measure OUT --seed S    GPU: rows, probes, batches     -> OUT/measured.json
     python benchmarks/plan_accuracy.py report OUT              every row, misses, summary     -> OUT/report.md
 
-Rows are measured one after the other in one process, with everything freed in between; a row that fails says why and
-the next one goes on. `measure` stops beginning new work when --minutes are over.
+Peaks and largest batches are measured first, in several processes side by side. Times follow, each row alone on the
+GPU: its own step, and steps of a quarter and half of its batch, from which `report` tells what a probed plan says. A
+row that fails says why and the next one goes on.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import argparse
 import dataclasses
 import json
 import math
+import multiprocessing
 import random
 import statistics
+import subprocess
+import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,10 @@ from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config, parse_lora, with_lora
 
 GIB = 2**30
+ROOM = 125.0  # GiB of the GPU that are filled at a time
+MOST_TRIALS = 8  # of a search for the largest batch
+MACHINE = "import torch; print(torch.cuda.get_device_name(), 'torch', torch.__version__, sep=', ')"
+Row = dict[str, Any]
 LORA = "r=16,target=q_proj,k_proj,v_proj,o_proj"
 # name -> (model, sizes, LoRA, weight of a sample in tokens of the draw, lengths)
 MODELS: dict[str, tuple[str, dict[str, int], bool, tuple[int, ...]]] = {
@@ -94,8 +104,9 @@ def _draw_row(chance: random.Random, name: str, method: str) -> RunSpec:
 def limited(seed: int, specs: list[RunSpec], count: int) -> list[tuple[int, float]]:
     """Rows whose largest batch is looked for, each on a card of so many GiB."""
     chance = random.Random(seed + 1)
-    fitting = [number for number, spec in enumerate(specs) if spec.dtype != "fp32"]
-    return [(number, chance.choice((24, 40, 80))) for number in chance.sample(fitting, min(count, len(fitting)))]
+    numbers = [number for number, spec in enumerate(specs) if spec.dtype != "fp32"]
+    chance.shuffle(numbers)
+    return [(number, chance.choice((24, 40, 80))) for number in numbers][:count]
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -116,209 +127,237 @@ def _accelerate(spec: RunSpec) -> int | None:
     return int(max(usage.values()))
 
 
-def predict_largest(specs: list[RunSpec], card: Any, seed: int, searches: int) -> list[dict[str, Any]]:
+def probe_sizes(spec: RunSpec) -> list[int]:
+    """Sizes that are probed, at most half of the row's; none where that is too little to tell."""
+    return [spec.batch_size // 4, spec.batch_size // 2] if spec.batch_size >= 4 else []
+
+
+def predict_row(number: int, spec: RunSpec, card: Any) -> Row:
+    from dpscope.forecast.step import forecast_step
+
+    begin = time.time()
+    row: Row = {"number": number, "label": spec.label}
+    try:
+        row |= dataclasses.asdict(forecast_step(spec, card))
+        smaller = (dataclasses.replace(spec, batch_size=size) for size in probe_sizes(spec))
+        row["smaller"] = [dataclasses.asdict(forecast_step(each, card, attributed=False)) for each in smaller]
+        if spec.method == "standard":
+            row["accelerate_bytes"] = _accelerate(spec)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    row["took"] = round(time.time() - begin, 1)
+    print(f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {row.get('error', '')}", flush=True)
+    return row
+
+
+def predict_largest(number: int, spec: RunSpec, gib: float, card: Any) -> Row:
     from dpscope.forecast.fitting import largest_batch
 
-    found = []
-    for number, gib in limited(seed, specs, searches):
-        try:
-            fit = largest_batch(specs[number], card, 20_000, lambda line: None, limit=int(gib * GIB))
-            found.append({"number": number, "gib": gib, "largest": fit.batch})
-        except Exception as error:
-            found.append({"number": number, "gib": gib, "error": f"{type(error).__name__}: {str(error)[:200]}"})
-        print(found[-1], flush=True)
+    try:
+        fit = largest_batch(spec, card, 20_000, lambda line: None, limit=int(gib * GIB))
+        found: Row = {"number": number, "gib": gib, "largest": fit.batch}
+    except Exception as error:
+        found = {"number": number, "gib": gib, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    print(found, flush=True)
     return found
 
 
-def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str, searches: int) -> None:
+def predict(out: Path, given: argparse.Namespace) -> None:
     from dpscope.forecast.cards import find_card
-    from dpscope.forecast.step import forecast_step
 
-    card = find_card(card_name)
-    rows = []
+    card, specs = find_card(given.card), draw(given.seed, given.rows)
+    written: Row = {"seed": given.seed, "card": card.name, "rows": [], "largest": []}
     for number, spec in enumerate(specs):
-        begin = time.time()
-        row: dict[str, Any] = {"number": number, "label": spec.label}
-        try:
-            row |= dataclasses.asdict(forecast_step(spec, card))
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        if spec.batch_size >= 8 and "seconds" in row:  # the larger probe's: by how much it is off, the row is
-            row["half_seconds"] = forecast_step(
-                dataclasses.replace(spec, batch_size=spec.batch_size // 2), card
-            ).seconds
-        if spec.method == "standard":
-            row["accelerate_bytes"] = _accelerate(spec)
-        row["took"] = round(time.time() - begin, 1)
-        rows.append(row)
-        print(
-            f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {row.get('error', '')}", flush=True
-        )
-        _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows, "largest": []})
-    largest = predict_largest(specs, card, seed, searches)
-    _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows, "largest": largest})
+        written["rows"].append(predict_row(number, spec, card))
+        _write(out / "predicted.json", written)
+    for number, gib in limited(given.seed, specs, given.searches):
+        written["largest"].append(predict_largest(number, specs[number], gib, card))
+        _write(out / "predicted.json", written)
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
 
 
-class Measurement:
-    """What was measured so far, written after every row."""
-
-    def __init__(self, out: Path, specs: list[RunSpec], seed: int, minutes: float) -> None:
-        self.out, self.specs, self.seed, self.seconds = out, specs, seed, 60 * minutes
-        self.begin = time.time()
-        self.rows: list[dict[str, Any]] = []
-        self.largest: list[dict[str, Any]] = []
-
-    def is_over(self, share: float) -> bool:
-        """Whether this share of the time is spent."""
-        return time.time() - self.begin > share * self.seconds
-
-    def save(self) -> None:
-        import torch
-
-        about = {"seed": self.seed, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        found = {"seconds": time.time() - self.begin, "rows": self.rows, "largest": self.largest}
-        _write(self.out / "measured.json", {**about, **found})
-
-    def measure_rows(self) -> None:
-        from dpscope.forecast.probe import free_memory, probe
-
-        for number, spec in enumerate(self.specs):
-            if self.is_over(0.5):
-                break
-            row: dict[str, Any] = {"number": number, "label": spec.label, "method": spec.method}
-            self.rows.append(row)
-            started = time.time()
-            try:
-                found = probe(spec)
-                row |= {
-                    "peak_bytes": found.peak_bytes + found.rounding,
-                    "seconds": found.seconds,
-                    "phases": found.phases,
-                }
-                row["reserved_bytes"] = _reserved()
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-                traceback.print_exc()
-            free_memory()
-            row["took"] = round(time.time() - started, 1)
-            figures = f"{row.get('peak_bytes', 0) / GIB:8.2f} GiB {1e3 * row.get('seconds', 0):8.1f} ms"
-            print(f"{number:3} {spec.label:60} {figures}", flush=True)
-            self.save()
-
-    def probe_rows(self) -> None:
-        """What probes at a quarter and at half of the batch say of it."""
-        from dpscope.forecast.probe import extrapolate, free_memory, probe
-
-        for row, spec in zip(self.rows, self.specs, strict=False):
-            if self.is_over(0.72):
-                break
-            if spec.batch_size < 8 or "peak_bytes" not in row:
-                continue
-            sizes = (spec.batch_size // 4 + 1, spec.batch_size // 2)
-            try:
-                points = [probe(dataclasses.replace(spec, batch_size=size)) for size in sizes]
-                row["probes"] = [dataclasses.asdict(point) for point in points]
-                row["probed"] = dataclasses.asdict(extrapolate(points, spec.batch_size))
-            except Exception as error:
-                row["probe_error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            free_memory()
-            self.save()
-
-    def search(self, searches: int) -> None:
-        from dpscope.forecast.probe import free_memory
-
-        for number, gib in limited(self.seed, self.specs, searches):
-            row = self.rows[number] if number < len(self.rows) else {}
-            if self.is_over(0.95) or "probed" not in row:
-                continue
-            try:
-                found = _largest(self.specs[number], gib, row, self.begin + self.seconds)
-                self.largest.append(found | {"number": number})
-            except Exception as error:
-                reason = f"{type(error).__name__}: {str(error)[:300]}"
-                self.largest.append({"number": number, "gib": gib, "error": reason})
-            free_memory()
-            self.save()
-
-
-def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches: int) -> None:
-    found = Measurement(out, specs, seed, minutes)
-    found.measure_rows()
-    found.probe_rows()
-    _measure_ordinary(specs, found.rows, found.begin + 0.77 * found.seconds)
-    found.save()
-    found.search(searches)
-    probed = sum("probed" in row for row in found.rows)
-    seconds = time.time() - found.begin
-    print(f"{len(found.rows)} rows, {probed} probed, {len(found.largest)} searches, {seconds:.0f} s")
-
-
-def _reserved() -> int:
+def measure_peak(spec: RunSpec) -> Row:
+    """Train a few steps; other processes may do the same beside it."""
     import torch
 
-    return int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+    from dpscope.runner.steps import TrainingSteps
+
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    training = TrainingSteps(spec, warmup=4)
+    training.warm_up()
+    found: Row = {"peak_bytes": torch.cuda.max_memory_allocated() - base}
+    found["reserved_bytes"] = int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+    del training
+    if spec.method == "standard":
+        try:
+            found["memtracker_bytes"] = _memtracker(spec)
+        except Exception as error:
+            found["memtracker_error"] = f"{type(error).__name__}: {str(error)[:200]}"
+    return found
 
 
-def _largest(spec: RunSpec, gib: float, row: dict[str, Any], until: float) -> dict[str, Any]:
-    """The largest batch that trains on a card of so many GiB, by steps of 4% around what the probes say."""
+def measure_times(spec: RunSpec) -> Row:
+    """Steps of the row and of smaller ones, alone on the GPU."""
+    from dpscope.forecast.probe import probe
+
+    found: Row = {"alone": dataclasses.asdict(probe(spec)), "probes": []}
+    for size in probe_sizes(spec):
+        found["probes"].append(dataclasses.asdict(probe(dataclasses.replace(spec, batch_size=size))))
+    return found
+
+
+def measure_largest(spec: RunSpec, gib: float, guess: int) -> Row:
+    """The largest batch that trains on a card of so many GiB, by steps of 4% from the predicted one."""
     import torch
 
-    from dpscope.forecast.probe import Probe, extrapolate, free_memory
+    from dpscope.forecast.probe import free_memory
+    from dpscope.runner.steps import TrainingSteps
 
-    points = [Probe(**each) for each in row["probes"]]
-    total = torch.cuda.get_device_properties(0).total_memory
-    limit = gib * GIB
-    batch = max(2, max((b for b in range(2, 20000) if extrapolate(points, b).peak_bytes <= 0.97 * limit), default=2))
     tried: dict[int, bool] = {}
+    torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.get_device_properties(0).total_memory)
 
     def fits(size: int) -> bool:
         if size not in tried:
-            torch.cuda.set_per_process_memory_fraction(limit / total)
             try:
-                _train(dataclasses.replace(spec, batch_size=size))
+                TrainingSteps(dataclasses.replace(spec, batch_size=size), warmup=3).warm_up()
                 tried[size] = True
             except torch.OutOfMemoryError:
                 tried[size] = False
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0)
-                free_memory()
+            free_memory()
         return tried[size]
 
-    def larger(size: int) -> int:
-        return max(size + 1, round(size * 1.04))
-
-    def smaller(size: int) -> int:
-        return min(size - 1, round(size / 1.04))
-
+    batch = max(guess, 1)
     good = fits(batch)
-    while time.time() < until and batch > 1:
-        other = larger(batch) if good else smaller(batch)
+    for _ in range(MOST_TRIALS):
+        other = max(batch + 1, round(batch * 1.04)) if good else min(batch - 1, round(batch / 1.04))
         if other < 1 or fits(other) != good:
             break
         batch = other
+    torch.cuda.set_per_process_memory_fraction(1.0)
     fitting = [size for size, fit in tried.items() if fit]
     failing = [size for size, fit in tried.items() if not fit]
-    return {"gib": gib, "largest": max(fitting, default=0), "smallest_failing": min(failing, default=0), "tried": tried}
+    return {"largest": max(fitting, default=0), "smallest_failing": min(failing, default=0), "tried": tried}
 
 
-def _train(spec: RunSpec) -> None:
-    from dpscope.runner.steps import TrainingSteps
+MEASURING: dict[str, Callable[..., Row]] = {
+    "peak": measure_peak,
+    "times": measure_times,
+    "largest": measure_largest,
+}
 
-    training = TrainingSteps(spec, warmup=3)
-    training.warm_up()
+
+def _work(pipe: Connection) -> None:
+    """Measure what is asked for, until nothing more is."""
+    from dpscope.forecast.probe import free_memory
+
+    while (asked := pipe.recv()) is not None:
+        kind, arguments = asked
+        begin = time.time()
+        try:
+            found = MEASURING[kind](*arguments)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            traceback.print_exc()
+        free_memory()
+        pipe.send({**found, "took": round(time.time() - begin, 1)})
 
 
-def _measure_ordinary(specs: list[RunSpec], rows: list[dict[str, Any]], until: float) -> None:
-    """What torch's MemTracker says of ordinary rows."""
-    for spec, row in zip(specs, rows, strict=False):
-        if spec.method == "standard" and "peak_bytes" in row and time.time() < until:
-            try:
-                row["memtracker_bytes"] = _memtracker(spec)
-            except Exception as error:
-                row["memtracker_error"] = f"{type(error).__name__}: {str(error)[:200]}"
+@dataclasses.dataclass
+class Task:
+    kind: str
+    row: Row  # where the figures go
+    arguments: tuple[Any, ...]
+    gib: float  # that it needs on the GPU
+
+
+class Workers:
+    """Processes that measure side by side, as many as the GPU has room for."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._save = save
+        self._idle: list[tuple[Any, Connection]] = []
+        self._busy: dict[Connection, tuple[Any, Task]] = {}
+
+    def run(self, tasks: list[Task], most: int, until: float) -> None:
+        """Measure the tasks in order, `most` at a time; nothing begins after `until`."""
+        waiting = list(tasks)
+        while waiting or self._busy:
+            room = ROOM - sum(task.gib for _, task in self._busy.values())
+            ready = [task for task in waiting if task.gib <= room or not self._busy]
+            if ready and len(self._busy) < most and time.time() < until:
+                waiting.remove(ready[0])
+                self._begin(ready[0])
+            elif self._busy:
+                for pipe in wait(list(self._busy)):
+                    self._end(pipe)
+            else:
+                break
+
+    def _begin(self, task: Task) -> None:
+        if not self._idle:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._idle.append((process, ours))
+        process, pipe = self._idle.pop()
+        pipe.send((task.kind, task.arguments))
+        self._busy[pipe] = process, task
+
+    def _end(self, pipe: Any) -> None:
+        process, task = self._busy.pop(pipe)
+        try:
+            task.row |= pipe.recv()
+            self._idle.append((process, pipe))
+        except EOFError:
+            task.row["error"] = "its process ended"
+        said = {name: value for name, value in task.row.items() if name not in ("probes", "label")}
+        print(f"{task.kind:8}{task.row['label']:60} {said}", flush=True)
+        self._save()
+
+    def keep(self, most: int) -> None:
+        """End idle processes but so many: each holds a context on the GPU."""
+        while len(self._idle) > most:
+            process, pipe = self._idle.pop()
+            pipe.send(None)
+            process.join()
+
+
+def measure(out: Path, given: argparse.Namespace) -> None:
+    begin = time.time()
+    specs = draw(given.seed, given.rows)
+    machine = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True, check=True).stdout.strip()
+    predicted = json.loads((out / "predicted.json").read_text())
+    order = sorted(range(len(specs)), key=lambda number: (number in given.last, number))
+    rows = {n: {"number": n, "label": specs[n].label, "method": specs[n].method} for n in order}
+    times: dict[int, Row] = {n: dict(rows[n]) for n in order}
+    searched = [each for each in predicted["largest"] if each.get("largest")]
+    largest = [{**rows[each["number"]], "gib": each["gib"]} for each in searched]
+
+    def save() -> None:
+        figures = {"rows": list(rows.values()), "times": list(times.values()), "largest": largest}
+        about = {"seed": given.seed, "machine": machine}
+        _write(out / "measured.json", {**about, "seconds": time.time() - begin, **figures})
+
+    workers = Workers(save)
+    needs = {row["number"]: 2 + 1.2 * row.get("peak_bytes", 30 * GIB) / GIB for row in predicted["rows"]}
+    peaks = [Task("peak", rows[n], (specs[n],), needs[n]) for n in order]
+    searches = [
+        Task("largest", row, (specs[each["number"]], each["gib"], each["largest"]), each["gib"] + 2)
+        for row, each in zip(largest, searched, strict=True)
+    ]
+    workers.run([*peaks, *searches], given.workers, begin + 60 * given.minutes * 0.42)
+    workers.keep(1)
+    alone = [Task("times", times[n], (specs[n],), needs[n]) for n in order]
+    workers.run(alone, 1, begin + 60 * given.minutes)
+    done = [sum("took" in row for row in found) for found in (rows.values(), times.values(), largest)]
+    print(
+        f"{done} rows, times and searches of {len(rows)}, {len(times)} and {len(largest)}: {time.time() - begin:.0f} s"
+    )
 
 
 def _memtracker(spec: RunSpec) -> int:
@@ -354,80 +393,108 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
+def _probed(guess: Row, times: Row, batch_size: int) -> Any:
+    """What a plan with --probe says of the row from its smaller sizes; None without them."""
+    from dpscope.forecast.probe import Correction, Probe
+    from dpscope.forecast.step import StepForecast
+
+    if not times.get("probes") or "smaller" not in guess:
+        return None
+    step, *smaller = (
+        StepForecast(**{field.name: each[field.name] for field in dataclasses.fields(StepForecast)})
+        for each in (guess, *guess["smaller"])
+    )
+    return Correction([Probe(**each) for each in times["probes"]], smaller)(step, batch_size)
+
+
+def _compare(spec: RunSpec, guess: Row, row: Row, times: Row) -> dict[str, float]:
+    """Errors of a row by what was predicted."""
+    errors = {"peak": _error(guess["peak_bytes"], row["peak_bytes"])}
+    if "alone" in times:
+        seconds = times["alone"]["seconds"]
+        errors["time"] = _error(guess["seconds"], seconds)
+        if (probed := _probed(guess, times, spec.batch_size)) is not None:
+            errors["probed peak"] = _error(probed.peak_bytes, row["peak_bytes"])
+            errors["probed time"] = _error(probed.seconds, seconds)
+    return errors
+
+
 def report(out: Path) -> None:
     predicted = json.loads((out / "predicted.json").read_text())
     measured = json.loads((out / "measured.json").read_text())
-    by_number = {row["number"]: row for row in predicted["rows"]}
+    specs = draw(measured["seed"], len(predicted["rows"]))
+    times = {row["number"]: row for row in measured["times"]}
     lines = [
-        f"Seed {measured['seed']}, {measured['gpu']}, torch {measured['torch']}.",
+        f"Seed {measured['seed']}, {measured['machine']}.",
         "",
         "| # | configuration | measured GiB | predicted | error | probed | measured ms | predicted | error | probed |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    errors: dict[str, list[float]] = {"peak": [], "probed peak": [], "time": [], "probed time": []}
-    for row in measured["rows"]:
-        guess = by_number.get(row["number"], {})
+    every: dict[str, list[float]] = {"peak": [], "probed peak": [], "time": [], "probed time": []}
+    for row in sorted(measured["rows"], key=lambda each: each["number"]):
+        number = row["number"]
+        guess = predicted["rows"][number]
         if "peak_bytes" not in row or "peak_bytes" not in guess:
-            lines.append(f"| {row['number']} | {row['label']} | {row.get('error', '')} | {guess.get('error', '')} |")
+            why = row.get("error", "" if "took" in row else "not measured")
+            lines.append(f"| {number} | {row['label']} | {why} | {guess.get('error', '')} |")
             continue
-        peak, seconds = _error(guess["peak_bytes"], row["peak_bytes"]), _error(guess["seconds"], row["seconds"])
-        errors["peak"].append(peak)
-        errors["time"].append(seconds)
-        probed = ["", ""]
-        if "probed" in row:
-            scaled = row["probed"]["seconds"]
-            if "half_seconds" in guess:
-                scaled = row["probes"][-1]["seconds"] * guess["seconds"] / guess["half_seconds"]
-            pair = [_error(row["probed"]["peak_bytes"], row["peak_bytes"]), _error(scaled, row["seconds"])]
-            errors["probed peak"].append(pair[0])
-            errors["probed time"].append(pair[1])
-            probed = [f"{each:+.1%}" for each in pair]
+        errors = _compare(specs[number], guess, row, times[number])
+        for name, error in errors.items():
+            every[name].append(error)
+        said = {name: f"{errors[name]:+.1%}" if name in errors else "" for name in every}
+        alone = f"{1e3 * times[number]['alone']['seconds']:.1f}" if "time" in errors else ""
         cells = [
-            *(str(row["number"]), row["label"], f"{row['peak_bytes'] / GIB:.2f}", f"{guess['peak_bytes'] / GIB:.2f}"),
-            *(f"{peak:+.1%}", probed[0], f"{1e3 * row['seconds']:.1f}", f"{1e3 * guess['seconds']:.1f}"),
-            *(f"{seconds:+.1%}", probed[1]),
+            *(str(number), row["label"], f"{row['peak_bytes'] / GIB:.2f}", f"{guess['peak_bytes'] / GIB:.2f}"),
+            *(said["peak"], said["probed peak"], alone, f"{1e3 * guess['seconds']:.1f}"),
+            *(said["time"], said["probed time"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
-    for name, found in errors.items():
-        sizes = [abs(each) for each in found]
-        if sizes:
-            below = sum(each < -0.03 for each in found) / len(found)
-            lines.append(
-                f"- {name}: {len(sizes)} rows, median {statistics.median(sizes):.2%}, 95th percentile "
-                f"{_quantile(sizes, 0.95):.2%}, worst {max(sizes):.2%}, more than 3% below {below:.0%}"
-            )
-    lines += ["", *_largest_lines(predicted, measured)]
-    for row in measured["rows"]:
-        if row["method"] != "standard" or "peak_bytes" not in row:
-            continue
-        others = {
-            "MemTracker": row.get("memtracker_bytes"),
-            "Accelerate": by_number[row["number"]].get("accelerate_bytes"),
-        }
-        said = ", ".join(f"{name} {_error(size, row['peak_bytes']):+.1%}" for name, size in others.items() if size)
-        ours = _error(by_number[row["number"]]["peak_bytes"], row["peak_bytes"])
-        lines.append(f"- {row['number']} {row['label']}: plan {ours:+.1%}, {said or row.get('memtracker_error')}")
+    lines += ["", *_summary(every), "", *_largest_lines(predicted, measured), "", *_others(predicted, measured)]
     (out / "report.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
-def _largest_lines(predicted: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+def _summary(every: dict[str, list[float]]) -> Iterator[str]:
+    for name, found in every.items():
+        sizes = [abs(each) for each in found]
+        if sizes:
+            below = sum(each < -0.03 for each in found) / len(found)
+            yield (
+                f"- {name}: {len(sizes)} rows, median {statistics.median(sizes):.2%}, 95th percentile "
+                f"{_quantile(sizes, 0.95):.2%}, worst {max(sizes):.2%}, more than 3% below {below:.0%}"
+            )
+
+
+def _others(predicted: Row, measured: Row) -> Iterator[str]:
+    """Other planners on the ordinary rows."""
+    for row in measured["rows"]:
+        if row["method"] != "standard" or "peak_bytes" not in row:
+            continue
+        guess = predicted["rows"][row["number"]]
+        others = {"MemTracker": row.get("memtracker_bytes"), "Accelerate": guess.get("accelerate_bytes")}
+        said = [f"{name} {_error(size, row['peak_bytes']):+.1%}" for name, size in others.items() if size]
+        if "memtracker_error" in row:
+            said.append(f"MemTracker: {row['memtracker_error'][:80]}")
+        ours = _error(guess["peak_bytes"], row["peak_bytes"])
+        yield f"- {row['number']} {row['label']}: plan {ours:+.1%}, {', '.join(said)}"
+
+
+def _largest_lines(predicted: Row, measured: Row) -> Iterator[str]:
     """Largest batches: true, predicted, and whether they are within one step of 4%."""
-    guesses = {(each["number"], each["gib"]): each.get("largest") for each in predicted.get("largest", [])}
-    lines = []
+    guesses = {(each["number"], each["gib"]): each.get("largest") for each in predicted["largest"]}
     near = []
     for row in measured["largest"]:
-        guess = guesses.get((row["number"], row["gib"]))
-        label = measured["rows"][row["number"]]["label"]
-        if not row.get("largest") or not guess:
-            lines.append(f"- largest batch of {label} on {row['gib']} GiB: {row.get('largest')}, predicted {guess}")
+        guess = guesses[row["number"], row["gib"]]
+        where = f"- largest batch of {row['label']} on {row['gib']} GiB:"
+        if not row.get("largest") or not row.get("smallest_failing"):
+            if "took" in row:
+                yield f"{where} {row.get('error', row.get('tried'))}, predicted {guess}"
             continue
         # The true one lies between what trained and what did not.
-        low, high = row["largest"], max(row["largest"], row["smallest_failing"] - 1)
-        near.append(low / 1.04 - 1 <= guess <= max(high * 1.04, high + 1))
-        lines.append(f"- largest batch of {label} on {row['gib']} GiB: {low} to {high}, predicted {guess}")
-    return [*lines, f"- largest batches within a step of 4%: {sum(near)} of {len(near)}"]
+        low, high = row["largest"], row["smallest_failing"] - 1
+        near.append(min(low / 1.04, low - 1) <= guess <= max(high * 1.04, high + 1))
+        yield f"{where} {low} to {high}, predicted {guess}{'' if near[-1] else ' (missed)'}"
+    yield f"- largest batches within a step of 4%: {sum(near)} of {len(near)}"
 
 
 def _write(path: Path, content: object) -> None:
@@ -441,18 +508,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=44)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--searches", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no row begins later")
+    parser.add_argument("--searches", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=4, help="processes where only memory is measured")
+    parser.add_argument("--last", type=lambda text: list(map(int, text.split(","))), default=[], help="rows")
     parser.add_argument("--card", default="h200")
     given = parser.parse_args()
     if given.stage == "report":
         report(given.out)
-        return
-    specs = draw(given.seed, given.rows)
-    if given.stage == "predict":
-        predict(given.out, specs, given.seed, given.card, given.searches)
     else:
-        measure(given.out, specs, given.seed, given.minutes, given.searches)
+        {"predict": predict, "measure": measure}[given.stage](given.out, given)
 
 
 if __name__ == "__main__":

@@ -1,350 +1,316 @@
-"""Who costs what: private training of four models by every engine, and the Trainer against a plain private loop.
+"""Who costs what: private training of four models by every engine, eager and compiled; first the Trainer's overhead.
 
-    python benchmarks/rivals.py OUT [--tiny] [--parts rivals,trainer] [--budget 280]
+    python benchmarks/rivals.py OUT [--budget 235] [--tiny]
 
-`rivals`: a step by Opacus (flat, ghost, functorch), fastDP, opake and flash clipping, beside ordinary training; the
-median of 7 steps after 5, and the peak of allocated memory above what was there before. Each model is a process of its
-own, opake last in it, because its patches stay. Engines that are not installed are left out, and said so.
-`trainer`: LoRA of a 1.2B Llama in bf16 through `dpscope.transformers.PrivateTrainer`, whole steps, against the same
-steps in a loop that calls the engine itself; draws have the expected size in both, and the clock is looked at after
-blocks of five steps, because training does not wait for the device.
+1. `private_trainer.py`: the private Trainer against a plain private loop.
+2. One process for each model, and one more for each model with opake, whose patches of transformers stay. All compile
+   at the same time, while nothing is measured.
+3. One process after the other measures its cells. A method alternates with ordinary training, block by block: the
+   ratio is the median over pairs of blocks, its spread the smallest and the largest. opake is measured alone, and
+   compared with ordinary training of the same run. Peaks are of clear steps: the first ones, in which flash clipping
+   verifies the model, are over.
 
-Writes OUT/rivals.json and OUT/trainer.json, and prints both as tables. Whether each engine is exact: `dpscope check`.
+Results are written to OUT as each cell ends, and printed as a table. Engines that are not installed are left out, and
+said so. Whether each engine is exact: `dpscope check`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
+import importlib
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import headline
+import private_trainer
 import torch
+from headline import Cell, Loop, Row
 
-WARMUP, STEPS = 5, 7
-# fastDP cannot run under autocast: it has ordinary training in its own number format beside it.
-METHODS = (
-    *(("standard", "bf16"), ("flash", "bf16"), ("ghost", "bf16"), ("flat", "bf16"), ("functorch", "bf16")),
-    *(("standard", "tf32"), ("fastdp", "tf32"), ("opake", "bf16")),
-)
-LORA = "r=16,alpha=32,target=q_proj,v_proj"
-# name -> (preset, tiny preset, LoRA, batch, length)
-WORKLOADS = {
-    "llama-lora": ("hf:llama", "hf:llama-tiny", LORA, 8, 512),
-    "gpt2": ("hf:gpt2", "hf:gpt2-tiny", None, 16, 512),
-    "vit": ("hf:vit", "hf:vit-tiny", None, 32, None),
-    "decoder": ("1b", "tiny", None, 4, 1024),
+ROWS = ("llama-lora", "gpt2", "vit", "decoder")
+# fastDP cannot run under autocast: it has ordinary training in its own number format beside it. It replaces methods of
+# Hugging Face's classes, and so comes last.
+CELLS = {
+    "standard": Cell("standard", "none", None, "ordinary training", ""),
+    "flash": Cell("flash", "none", "standard", "flash clipping", ""),
+    "standard compiled": Cell("standard", "default", None, "ordinary training, compiled", ""),
+    "flash compiled": Cell("flash", "default", "standard compiled", "flash clipping, compiled", ""),
+    "flat": Cell("flat", "none", "standard", "Opacus, hooks (`flat`)", ""),
+    "ghost": Cell("ghost", "none", "standard", "Opacus, ghost clipping", ""),
+    "functorch": Cell("functorch", "none", "standard", "Opacus, functorch", ""),
+    "standard tf32": Cell("standard", "none", None, "ordinary training, TF32", "", "tf32"),
+    "fastdp tf32": Cell("fastdp", "none", "standard tf32", "fastDP, TF32", "", "tf32"),
 }
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPAKE_CELLS = {
+    "opake": Cell("opake", "none", "standard", "opake", ""),
+    "opake compiled": Cell("opake", "default", "standard compiled", "opake, compiled", ""),
+}
+ALL_CELLS = CELLS | OPAKE_CELLS
+JOBS = {
+    **{name: (name, CELLS) for name in ROWS[:-1]},
+    **{f"{name}-opake": (name, OPAKE_CELLS) for name in ROWS[:-1]},
+    "decoder": ("decoder", CELLS),  # the largest last: by then the memory of the others is free
+    "decoder-opake": ("decoder", OPAKE_CELLS),
+}
+PAIRS, BLOCK_MS = 5, 120.0
+COMPILING = 90.0  # seconds for all of it, at most
+TO_COMPILE = 40.0  # seconds for one model, about: none is begun with less left
 
 
-def synchronise() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+# -- one model, in its own process -------------------------------------------------------------------------------------
 
 
-def clean() -> float:
-    """Free what can be freed; return the bytes that stay."""
-    gc.collect()
-    if DEVICE != "cuda":
-        return 0.0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return float(torch.cuda.memory_allocated())
+class Job:
+    """The cells of one model: loops that are built once, and figures that are written as they come."""
 
+    def __init__(self, out: Path, name: str, *, tiny: bool) -> None:
+        row, self.cells = JOBS[name]
+        self.row: Row = headline.ROWS[row]
+        self.out, self.name, self.tiny = out, name, tiny
+        self.loops: dict[str, tuple[Loop, int]] = {}  # with the bytes that each holds between steps
+        self.figures: dict[str, dict[str, Any]] = {}
 
-def timed(step: Any, warmup: int, steps: int) -> list[float]:
-    """Return milliseconds of each of `steps` steps."""
-    times = []
-    for number in range(warmup + steps):
-        synchronise()
-        start = time.perf_counter()
-        step()
-        synchronise()
-        if number >= warmup:
-            times.append(1e3 * (time.perf_counter() - start))
-    return times
+    def compile(self, until: float) -> None:
+        """Build and compile the loops of compiled cells. Others do so at the same time: memory may be short for now."""
+        for key in self.compiled():
+            while time.time() < until:
+                if (found := self._attempt(key)) is None or found["status"] != "oom":
+                    break
+                time.sleep(2)
 
+    def compiled(self) -> list[str]:
+        return [key for key, cell in self.cells.items() if cell.compile != "none"]
 
-def config_of(workload: str, *, tiny: bool) -> Any:
-    from dpscope.workloads.configs import make_config, parse_lora, with_lora
+    def measure(self, until: float) -> None:
+        for key in self.cells:
+            if key in self.figures and self.figures[key]["status"] != "oom":
+                continue  # it failed to compile
+            compiles = key in self.compiled() and key not in self.loops
+            if time.time() + (TO_COMPILE if compiles else 0) > until:
+                self.write(key, {"status": "not measured", "reason": "the time budget was spent"})
+                continue
+            failed = self._attempt(key)
+            self.write(key, failed or self._figure(key))
+            self._drop(key)
 
-    preset, tiny_preset, lora, *_ = WORKLOADS[workload]
-    config = make_config(tiny_preset if tiny else preset)
-    return config if lora is None else with_lora(config, parse_lora(lora))
+    def _attempt(self, key: str) -> dict[str, Any] | None:
+        """Build the loop of a cell if it is not there; return why there is none."""
+        from dpscope.errors import UserError
 
-
-def measure_method(method: str, dtype: str, workload: str, *, tiny: bool) -> dict[str, Any]:
-    from dpscope.runner.assembly import assemble
-    from dpscope.runner.spec import RunSpec
-
-    *_, batch, length = WORKLOADS[workload]
-    spec = RunSpec(
-        workload=config_of(workload, tiny=tiny),
-        method=method,
-        instrument="time",
-        batch_size=2 if tiny else batch,
-        seq_len=None if length is None else 16 if tiny else length,
-        dtype=dtype if DEVICE == "cuda" or dtype != "tf32" else "fp32",
-        device=DEVICE,
-    )
-    before = clean()
-    trainer, batches = assemble(spec)
-    timed(lambda: trainer.train_step(*batches), WARMUP, 0)
-    if method == "flash":
-        trainer.engine.rehearsals.schedule.pause()
-    times = timed(lambda: trainer.train_step(*batches), 0, STEPS)
-    peak = torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0.0
-    return {"ms": statistics.median(times), "times": times, "peak_gb": peak / 1e9, "status": "ok"}
-
-
-def measure_workload(
-    workload: str, out: Path, *, tiny: bool, deadline: float, names: Sequence[str] | None = None
-) -> None:
-    """Measure all methods in this process; what is done is written after each."""
-    rows = {}
-    for method, dtype in METHODS:
-        if names is not None and method not in names:
-            continue
-        name = f"{method} {dtype}"
-        if time.time() > deadline:
-            rows[name] = {"status": "skipped", "reason": "the time was over"}
+        if key in self.loops:
+            return None
+        before = allocated()
+        start = time.time()
+        try:
+            cell = self.cells[key]
+            if self.tiny and cell.dtype == "tf32":
+                cell = cell._replace(dtype="fp32")
+            loop = Loop(self.row, cell, tiny=self.tiny)
+        except torch.OutOfMemoryError:
+            found = {"status": "oom", "reason": "out of GPU memory"}
+        except Exception as error:
+            status = "refused" if isinstance(error, UserError) else "failed"
+            found = {"status": status, "reason": (str(error).strip().splitlines() or [type(error).__name__])[0][:300]}
         else:
-            try:
-                rows[name] = measure_method(method, dtype, workload, tiny=tiny)
-            except torch.OutOfMemoryError:
-                rows[name] = {"status": "oom"}
-            except Exception as error:
-                rows[name] = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
-        (out / f"rivals-{workload}.json").write_text(json.dumps(rows, indent=1))
-        clean()
+            free()
+            self.loops[key] = (loop, allocated() - before)
+            print(f"{key} ready after {time.time() - start:.1f} s", flush=True)
+            return None
+        free()
+        self.figures[key] = found
+        return found
+
+    def _figure(self, key: str) -> dict[str, Any]:
+        loop, held = self.loops[key]
+        base = self.loops.get(self.cells[key].base or "")
+        found: dict[str, Any] = {"status": "ok", "peak_bytes": peak_of(loop, held)}
+        steps = steps_of(loop)
+        if base is None:
+            times = [loop.block(steps) for _ in range(PAIRS)]
+            return found | {"ms": statistics.median(times), "times": times}
+        base_steps = steps_of(base[0])
+        pairs = [(base[0].block(base_steps), loop.block(steps)) for _ in range(PAIRS)]
+        ratios = [own / ordinary for ordinary, own in pairs]
+        return found | {
+            "ms": statistics.median(own for _, own in pairs),
+            "ratio": statistics.median(ratios),
+            "least_ratio": min(ratios),
+            "most_ratio": max(ratios),
+            "pairs": pairs,
+        }
+
+    def _drop(self, key: str) -> None:
+        """Free a loop that no later cell is compared with."""
+        later = list(self.cells)[list(self.cells).index(key) + 1 :]
+        if key not in {self.cells[each].base for each in later}:
+            self.loops.pop(key, None)
+        free()
+
+    def write(self, key: str, figure: dict[str, Any]) -> None:
+        self.figures[key] = figure
+        (self.out / f"rivals-{self.name}.json").write_text(json.dumps(self.figures, indent=1))
+        print(f"{key}: {figure['status']} {figure.get('ms', figure.get('reason'))}", flush=True)
 
 
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "?"
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if headline.device() == "cuda" else 0
 
 
-def environment() -> dict[str, str]:
-    names = ("torch", "triton", "transformers", "peft", "accelerate", "opacus")
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    return {"device": device, **{name: version_of(name) for name in names}}
+def free() -> None:
+    gc.collect()
+    if headline.device() == "cuda":
+        torch.cuda.empty_cache()
 
 
-# -- the Trainer -------------------------------------------------------------------------------------------------------
+def steps_of(loop: Loop) -> int:
+    return min(10, max(1, math.ceil(BLOCK_MS / loop.block(1))))
 
 
-def llama_with_lora(*, tiny: bool) -> Any:
-    from dpscope.workloads.workload import build_workload
-
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return build_workload(config_of("llama-lora", tiny=tiny), batch_size=1, seq_len=16).model()
-
-
-def token_data(model: Any, samples: int, length: int) -> list[dict[str, Any]]:
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row} for row in ids]
+def peak_of(loop: Loop, held: int) -> int | None:
+    """Return the peak of two clear steps of this loop alone, with what it holds between steps."""
+    if headline.device() == "cpu":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    others = allocated() - held
+    loop.block(2)
+    return torch.cuda.max_memory_allocated() - others
 
 
-BLOCK, BLOCKS = 5, 4  # steps between two looks at the clock, as training has none, and how many of those
+def run_job(out: Path, name: str, *, tiny: bool, until: float, compiling: float) -> None:
+    for slow in ("transformers", "dpscope.runner.assembly", "dpscope.trainers.flash", "torch._inductor"):
+        importlib.import_module(slow)  # while the Trainer does so, too: nothing is measured yet
+    job = Job(out, name, tiny=tiny)
+    wait_for(out / "compile")
+    job.compile(time.time() + compiling - TO_COMPILE)
+    (out / f"{name}.ready").touch()
+    wait_for(out / f"{name}.go")
+    job.measure(until)
 
 
-def trainer_times(out: Path, *, logical: int, physical: int, length: int, tiny: bool) -> list[float]:
-    """Return milliseconds a step of each block."""
-    from transformers import TrainerCallback, TrainingArguments
-
-    from dpscope.transformers import PrivateTrainer
-
-    class Clock(TrainerCallback):
-        """Looks at the clock after the warm-up, and after each block."""
-
-        ends: ClassVar[list[float]] = []
-
-        def on_step_end(self, args: Any, state: Any, *rest: Any, **also: Any) -> None:
-            trainer._optimizer.engine.rehearsals.schedule.pause()
-            if state.global_step >= WARMUP and (state.global_step - WARMUP) % BLOCK == 0:
-                synchronise()
-                self.ends.append(time.perf_counter())
-
-    steps = WARMUP + BLOCK * BLOCKS
-    Clock.ends.clear()
-    model = llama_with_lora(tiny=tiny)
-    args = TrainingArguments(
-        output_dir=str(out / "run"),
-        max_steps=steps,
-        per_device_train_batch_size=physical,
-        gradient_accumulation_steps=logical // physical,
-        bf16=True,
-        learning_rate=1e-4,
-        logging_steps=500,  # the default
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=DEVICE == "cpu",
-    )
-    trainer = PrivateTrainer(
-        model=model,
-        args=args,
-        train_dataset=token_data(model, logical * steps, length),
-        callbacks=[Clock()],
-        noise_multiplier=1.0,
-        target_delta=1e-6,
-    )
-    same_size(trainer, logical)
-    trainer.train()
-    return [1e3 * (b - a) / BLOCK for a, b in pairwise(Clock.ends)]
-
-
-def same_size(trainer: Any, logical: int) -> None:
-    """Have every draw the expected size, for the comparison: the next samples in order instead of random ones."""
-    make_private = trainer._make_private
-
-    class Ordered:
-        def __len__(self) -> int:
-            return len(trainer.train_dataset) // logical
-
-        def __iter__(self) -> Iterator[list[int]]:
-            yield from (list(range(start, start + logical)) for start in range(0, len(trainer.train_dataset), logical))
-
-    def and_order(*given: Any) -> None:
-        make_private(*given)
-        trainer._loader.batch_sampler.sampler = Ordered()
-
-    trainer._make_private = and_order
-
-
-def loop_times(*, logical: int, physical: int, length: int, tiny: bool) -> list[float]:
-    from dpscope.flash import PrivacyEngine
-    from dpscope.transformers.losses import sample_losses
-
-    model = llama_with_lora(tiny=tiny).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    data = token_data(model, logical, length)
-    loader = torch.utils.data.DataLoader(data, batch_size=logical)
-    model, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.AdamW(trained, lr=1e-4, fused=DEVICE == "cuda"),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    ids = torch.stack([row["input_ids"] for row in data]).to(DEVICE)
-
-    def step() -> None:
-        parts = ids.split(physical)
-        for number, part in enumerate(parts, 1):
-            optimizer.zero_grad()
-            with torch.autocast(DEVICE, dtype=torch.bfloat16):
-                outputs = model(input_ids=part)
-            sample_losses(model, outputs, part).mean().backward()
-            if number < len(parts):
-                optimizer.signal_skip_step(do_skip=True)
-            optimizer.step()
-
-    times = []
-    for block in range(-1, BLOCKS):
-        synchronise()
-        start = time.perf_counter()
-        for _ in range(WARMUP if block < 0 else BLOCK):
-            step()
-        synchronise()
-        times.append(1e3 * (time.perf_counter() - start) / BLOCK)
-        optimizer.engine.rehearsals.schedule.pause()
-    return times[1:]
-
-
-def measure_trainer(out: Path, *, tiny: bool) -> list[dict[str, Any]]:
-    rows = []
-    length = 16 if tiny else 512
-    for logical, physical in ((8, 8), (32, 8)):
-        sizes = {"logical": logical, "physical": physical, "length": length}
-        clean()
-        loop = loop_times(**sizes, tiny=tiny)
-        clean()
-        inside = trainer_times(out, **sizes, tiny=tiny)
-        ratio = statistics.median(inside) / statistics.median(loop)
-        rows.append({**sizes, "loop_ms": loop, "trainer_ms": inside, "ratio": ratio})
-        (out / "trainer.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-    return rows
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.05)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def run_part(out: Path, *arguments: str) -> None:
-    command = [sys.executable, __file__, str(out), *arguments]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (out / f"{'-'.join(word.strip('-') for word in arguments[:2])}.log").write_text(ended.stdout)
-    if ended.returncode:
-        print(f"{' '.join(arguments)} ended with {ended.returncode}:\n{ended.stdout[-1500:]}")
+def start(out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    log = (out / f"{arguments[-1]}.log").open("wb")
+    return subprocess.Popen([sys.executable, *arguments[:-1]], stdout=log, stderr=subprocess.STDOUT)
 
 
-def show(out: Path) -> None:
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a process, and kill it when its time is over: what it has measured is written."""
+    try:
+        process.wait(max(seconds, 1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_all(out: Path, names: list[str], *, tiny: bool, budget: float, compiling: float) -> None:
+    folder, deadline = Path(__file__).parent, time.time() + budget
+    more = ["--tiny"] if tiny else []
+    trainer = start(out, str(folder / "private_trainer.py"), str(out), *more, "trainer")
+    common = [__file__, str(out), *more, "--until", str(deadline - 3)]
+    timed = ["--compiling", str(compiling)]
+    jobs = {name: start(out, *common, *timed, "--job", name, name) for name in names}
+    end(trainer, deadline - time.time())
+    (out / "compile").touch()
+    compiled = time.time() + compiling
+    while time.time() < compiled and not all(
+        (out / f"{name}.ready").exists() or job.poll() is not None for name, job in jobs.items()
+    ):
+        time.sleep(0.1)
+    for name, job in jobs.items():
+        if not (out / f"{name}.ready").exists():
+            ended = "" if job.poll() is None else f", it ended with {job.returncode}"
+            print(f"{name} did not compile in time{ended}: it does so in its turn", flush=True)
+            end(job, 1)
+            jobs[name] = start(out, *common, "--compiling", "0", "--job", name, name)
+    for name, job in jobs.items():
+        (out / f"{name}.go").touch()
+        end(job, deadline - time.time())
+
+
+def figures_of(out: Path, row: str) -> dict[str, dict[str, Any]]:
+    """Return the cells of a model from the files of its processes, with ratios of time and memory."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (of, cells) in JOBS.items():
+        file = out / f"rivals-{name}.json"
+        missing = {"status": "not measured", "reason": "its process ended before"}
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if of == row:
+            found |= {key: known.get(key, missing) for key in cells}
+    for key, figure in found.items():
+        base = found.get(ALL_CELLS[key].base or "", {})
+        if figure["status"] == base.get("status") == "ok":
+            figure.setdefault("ratio", figure["ms"] / base["ms"])
+            if figure["peak_bytes"]:
+                figure["peak_ratio"] = figure["peak_bytes"] / base["peak_bytes"]
+    return found
+
+
+def describe(figure: dict[str, Any]) -> str:
+    if figure["status"] != "ok":
+        return f"{figure['status']}: {figure.get('reason', '')[:110]}"
+    peak = "" if figure["peak_bytes"] is None else f"  {figure['peak_bytes'] / 2**30:6.1f} GiB"
+    ratio = f"{figure['ratio']:6.2f}×" if "ratio" in figure else ""
+    spread = f" ({figure['least_ratio']:.2f}–{figure['most_ratio']:.2f})" if "pairs" in figure else ""
+    more = f", {figure['peak_ratio']:.2f}×" if "peak_ratio" in figure else ""
+    return f"{figure['ms']:8.1f} ms {ratio}{spread}{peak}{more}"
+
+
+def show(out: Path, names: list[str]) -> None:
     rows = {}
-    for workload, (preset, _, lora, batch, length) in WORKLOADS.items():
-        file = out / f"rivals-{workload}.json"
-        if not file.exists():
-            continue
-        rows[workload] = found = json.loads(file.read_text())
-        size = f"batch {batch}" + (f" × {length}" if length else "")
-        print(f"\n{preset}{' LoRA' if lora else ''}, {size}")
-        for name, row in found.items():
-            if row["status"] == "ok":
-                base = found.get(f"standard {name.split()[1]}", {})
-                against = f"{row['ms'] / base['ms']:6.2f}×" if base.get("status") == "ok" else ""
-                print(f"  {name:15} {row['ms']:9.1f} ms {against} {row['peak_gb']:7.1f} GB")
-            else:
-                print(f"  {name:15} {row['status']}: {row.get('reason', '')[:150]}")
-    (out / "rivals.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    for name in names:
+        row = headline.ROWS[name]
+        rows[name] = {"label": row.label, "cells": figures_of(out, name)}
+        print(f"\n{row.label}")
+        for key, figure in rows[name]["cells"].items():
+            print(f"  {key:18} {describe(figure)}")
+    run = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": headline.device_name(),
+        "versions": headline.versions((*headline.PACKAGES, "opake")),
+        "rows": rows,
+    }
+    (out / "rivals.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     if (out / "trainer.json").exists():
-        print("\nLoRA of a 1.2B Llama, bf16, whole steps")
-        for row in json.loads((out / "trainer.json").read_text())["rows"]:
-            loop, inside = (statistics.median(row[key]) for key in ("loop_ms", "trainer_ms"))
-            size = f"{row['logical']} samples × {row['length']} in batches of {row['physical']}"
-            print(f"  {size}: plain loop {loop:.1f} ms, private Trainer {inside:.1f} ms, {row['ratio']:.3f}×")
+        print("\nLoRA of a 1.2B Llama, bf16, inside the private Trainer")
+        for each in json.loads((out / "trainer.json").read_text())["rows"]:
+            print(f"  {private_trainer.describe(each)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which prove nothing but that it runs")
-    parser.add_argument("--parts", default="trainer,rivals")
-    parser.add_argument("--budget", type=float, default=280.0, help="seconds after which no further row is begun")
-    parser.add_argument("--methods", help="of those that are measured, these alone: opake,standard")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=float, default=235.0, help="seconds after which no further cell is begun")
+    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--compiling", type=float, default=COMPILING, help="seconds for all models to compile")
+    parser.add_argument("--only", default=",".join(ROWS), help="models: %(default)s")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.only == "trainer":
-        measure_trainer(asked.out, tiny=asked.tiny)
+    if asked.job:
+        run_job(asked.out, asked.job, tiny=asked.tiny, until=asked.until, compiling=asked.compiling)
         return
-    if asked.only:
-        names = asked.methods.split(",") if asked.methods else None
-        measure_workload(asked.only, asked.out, tiny=asked.tiny, deadline=asked.deadline, names=names)
-        return
-    deadline = asked.deadline or time.time() + asked.budget
-    more = ["--deadline", str(deadline), *(["--tiny"] if asked.tiny else [])]
-    more += ["--methods", asked.methods] if asked.methods else []
-    parts = asked.parts.split(",")
-    if "trainer" in parts:
-        run_part(asked.out, "--only", "trainer", *more)
-    for workload in WORKLOADS if "rivals" in parts else ():
-        run_part(asked.out, "--only", workload, *more)
-    show(asked.out)
+    for stale in (*asked.out.glob("*.ready"), *asked.out.glob("*.go"), asked.out / "compile"):
+        stale.unlink(missing_ok=True)
+    rows = [name for name in ROWS if name in asked.only.split(",")]
+    names = [name for name, (row, _) in JOBS.items() if row in rows]
+    run_all(asked.out, names, tiny=asked.tiny, budget=asked.budget, compiling=asked.compiling)
+    show(asked.out, rows)
 
 
 if __name__ == "__main__":

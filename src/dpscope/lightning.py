@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.privacy_spent import continued, steps_left
 
 
 class PrivateTraining(Callback):
@@ -64,7 +66,7 @@ class PrivateTraining(Callback):
         """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
         if not self.privacy_engine.accountant.history:
             return 0.0
-        return self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta)
+        return float(self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta))
 
     # -- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class PrivateTraining(Callback):
             )
         (optimizer,) = trainer.optimizers
         _, private, private_loader = self.privacy_engine.make_private(
-            module=self._root(pl_module),
+            module=self._spread(trainer, pl_module),
             optimizer=optimizer,
             data_loader=loader,
             noise_multiplier=self._noise(trainer, len(loader)),
@@ -90,6 +92,25 @@ class PrivateTraining(Callback):
         trainer.strategy.optimizers = [private]
         source.instance = private_loader
         self._optimizer = private
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Have training end when the target ε is reached, also in a run that is resumed for longer."""
+        if self.target_epsilon is None:
+            return
+        left = steps_left(
+            self.privacy_engine.accountant,
+            noise_multiplier=self._optimizer.noise_multiplier,
+            sample_rate=1 / len(trainer.train_dataloader),
+            epsilon=self.target_epsilon,
+            delta=self.target_delta,
+        )
+        if left == 0:
+            raise UserError(
+                f"target_epsilon={self.target_epsilon:g} is spent (ε = {self.get_epsilon():.3f}): no further step is "
+                "allowed; give a larger target_epsilon"
+            )
+        loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + left
+        loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
         if trainer.logger is not None and (trainer.global_step % max(1, trainer.log_every_n_steps)) == 0:
@@ -107,6 +128,17 @@ class PrivateTraining(Callback):
         accountant.history = continued(accountant.history, state_dict["history"])
 
     # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _spread(self, trainer: Any, pl_module: nn.Module) -> nn.Module:
+        """Return the private part; over several processes in a wrapper without a reduction of its own.
+
+        Lightning's DDP reduces gradients that are not clipped, so the strategy gets back the module without it.
+        """
+        root = self._root(pl_module)
+        if not _is_ddp(trainer):
+            return root
+        trainer.strategy.model = pl_module
+        return DifferentiallyPrivateDistributedDataParallel(root)  # type: ignore[no-any-return]
 
     def _root(self, pl_module: nn.Module) -> nn.Module:
         if self.module is not None:
@@ -133,12 +165,27 @@ class PrivateTraining(Callback):
         return multiplier
 
 
+_DDP_HOOKS = ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper")
+
+
+def _is_ddp(trainer: Any) -> bool:
+    return type(trainer.strategy) is DDPStrategy  # DeepSpeed's is a subclass
+
+
 # (what Lightning would do behind the engine's back, why it is refused and what to do instead)
 _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (
-        lambda trainer, _: trainer.world_size > 1,
-        "several processes: Lightning spreads the model after it is private; use Accelerate (dpscope.accelerate), the "
-        "private Trainer, or a loop of your own under torchrun",
+        lambda trainer, _: not (isinstance(trainer.strategy, SingleDeviceStrategy) or _is_ddp(trainer)),
+        "only one device and strategy='ddp' are supported: use one of the two, or dpscope.accelerate for FSDP2",
+    ),
+    (
+        lambda trainer, _: any(getattr(trainer.strategy, hook, None) is not None for hook in _DDP_HOOKS),
+        "communication hooks of DDP see gradients that are not clipped: leave them out",
+    ),
+    (
+        lambda trainer, _: _is_ddp(trainer) and trainer._accelerator_connector.use_distributed_sampler,
+        "Lightning would replace the Poisson draws, of which each process has its share already: give the Trainer "
+        "use_distributed_sampler=False, and the loader the batch size of all processes together",
     ),
     (
         lambda trainer, _: trainer.gradient_clip_val,

@@ -11,7 +11,7 @@ from dpscope.batches import map_tensors
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, OracleResult, run_oracle
 from dpscope.flash.oracle import copy_of
-from dpscope.flash.sample_rows import rehearsal
+from dpscope.flash.sample_rows import tried_call
 from tests.fuzz.blocks import without_checkpoints
 from tests.fuzz.changes import BETWEEN
 from tests.fuzz.changing_models import Run, Step
@@ -48,7 +48,7 @@ def _micro_batches(step: Step) -> list[Any]:
 
 def judge(run: Run) -> Verdict:
     engine = None
-    rehearsal._RANDOM.seed(run.seed)  # which samples are looked at: so that a seed can be run again
+    tried_call.RANDOM.seed(run.seed)  # which samples are looked at: so that a seed can be run again
     try:
         engine = FlashEngine(run.model, max_grad_norm=1.0, loss_reduction=run.loss_reduction, path=run.path)
         passes = 0

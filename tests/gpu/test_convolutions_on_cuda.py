@@ -119,7 +119,7 @@ def test_more_groups_in_a_batch_than_a_launch_takes() -> None:
 
 def test_a_verdict_of_the_device_comes() -> None:
     for answer in (True, False):
-        verdict = Verdict(torch.tensor(answer, device=DEVICE))
+        verdict = Verdict(torch.tensor([answer], device=DEVICE))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         assert verdict.has_come()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
+from tests import ROOT
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -75,6 +80,29 @@ def test_steps_are_those_of_a_plain_private_loop(tmp_path):
     assert callback.privacy_engine.accountant.history == [(1.0, 0.25, 8)]
 
 
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(tmp_path):
+    one = private()
+    trainer(tmp_path, callbacks=[one]).fit(module := Classifier(), loader())
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    run = subprocess.run(
+        [*ranks, "-m", "tests.unit.lightning_rank", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    two = torch.load(tmp_path / "two.pt")
+    for rank in two["weights"]:
+        for ours, theirs in zip(rank, module.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+    assert two["epsilon"] == one.get_epsilon()
+    assert two["resumed"] == [(1.0, 0.25, 12)]
+
+
 def test_a_checkpoint_keeps_the_privacy_that_was_spent(tmp_path):
     first = private()
     fit = trainer(tmp_path, callbacks=[first], max_epochs=1)
@@ -89,6 +117,18 @@ def test_a_target_chooses_the_noise_for_all_epochs(tmp_path):
     callback = private(target_epsilon=3.0)
     trainer(tmp_path, callbacks=[callback]).fit(Classifier(), loader())
     assert 2.9 < callback.get_epsilon() <= 3.0
+
+
+def test_a_run_resumed_for_longer_ends_at_the_target(tmp_path):
+    first = trainer(tmp_path, callbacks=[private(target_epsilon=3.0)], max_epochs=1)
+    first.fit(Classifier(), loader())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    spent = private(target_epsilon=3.0)
+    with pytest.raises(UserError, match="target_epsilon=3 is spent"):
+        trainer(tmp_path, callbacks=[spent], max_epochs=2).fit(Classifier(), loader(), ckpt_path=tmp_path / "one.ckpt")
+    more = private(target_epsilon=3.5)
+    trainer(tmp_path, callbacks=[more], max_epochs=9).fit(Classifier(), loader(), ckpt_path=tmp_path / "one.ckpt")
+    assert 3.0 < more.get_epsilon() <= 3.5
 
 
 @pytest.mark.parametrize(

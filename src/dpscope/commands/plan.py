@@ -78,10 +78,10 @@ def command(
 
     prober = None
     if probing:
-        from dpscope.forecast.probe import local_card, probe_in_processes
+        from dpscope.forecast.probe import local_card, probe_in_process
 
-        prober = probe_in_processes
-        options["card"] = options["card"] or local_card()
+        prober = probe_in_process
+        options["card"] = local_card(options["card"])
     length = seq_len if seq_len is not None or (usual := config.resolve_seq_len(None)) is None else min(256, usual)
     console = make_console()
     with console.status("planning") as status, _their_mistakes(config):

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
 from dpscope.units import MIB
@@ -127,11 +125,10 @@ class Segments:
             pool[:] = kept
 
 
-class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Allocator:
     """Count of the fake device's storages. `limit`: bytes that may be reserved."""
 
     def __init__(self, card: Card, limit: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._card = card
         self.segments = Segments(limit)
         self.counting = True
@@ -148,17 +145,14 @@ class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self) -> int:
         return self.segments.peak_allocated
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_shard_type, types)):
-            return NotImplemented  # until it has come to the parts that this rank holds
-        result = func(*args, **(kwargs or {}))
+    def note_call(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count what an operator has made, and what it took inside."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self._note(tensor)
         inside = bytes_inside(func, args, self._card)
         if inside:
             self.segments.free(self.segments.allocate(inside))
-        return result
 
     def _note(self, tensor: Tensor) -> None:
         """Allocate the storage of a tensor, if it is new."""

@@ -10,41 +10,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from dpscope.errors import UserError
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
 from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators
 from dpscope.forecast.fake_autocast import fake_autocast
+from dpscope.forecast.fake_values import LARGEST_VALUE, FakeValues
+from dpscope.forecast.remembered_results import RememberedResults
 
 DEVICE = torch.device("cuda:0")
-LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
-
-
-class ReadsValues(UserError):
-    """The model reads the value of a tensor that has none."""
 
 
 @contextmanager
 def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
-    """Open the device. Context in which tensors are fake, and its allocator counts their memory.
+    """Open the device. Inside, tensors are fake, and its allocator counts their memory.
 
     `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
     """
-    mode = _Mode()  # before the patches: it imports what looks at the functions that they replace
-    allocator = Allocator(card, limit)
+    allocator, values = Allocator(card, limit), FakeValues()
+    mode = _Mode(allocator, values)  # before the patches: it imports what looks at the functions that they replace
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
     with ExitStack() as stack:
         for each in (*_patches(), patch.object(torch.UntypedStorage, "resize_", _resizing(allocator))):
@@ -54,8 +49,6 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
-        stack.enter_context(allocator)
-        values = stack.enter_context(_Values())
         yield FakeDevice(allocator, values)
 
 
@@ -64,7 +57,21 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class _Mode(FakeTensorMode):
-    """Mode that gives factories the device that Python sees, where C++ calls them with `meta`."""
+    """Mode in which tensors are fake. It counts what they take, and follows values that are known.
+
+    Operators that torch's fake tensors are made of are not looked at: a GPU has kernels of its own in their place.
+    """
+
+    def __init__(self, allocator: Allocator, values: FakeValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._allocator = allocator
+        self._values = values
+        self._results = RememberedResults(self)
+        self._is_inside = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that keeps torch.compile away takes time
 
     def __deepcopy__(self, memo: object) -> _Mode:  # of a copied tensor
         return self
@@ -72,16 +79,32 @@ class _Mode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _IN_PLACE:
             return None
-        device = (kwargs or {}).get("device")
-        if device is not None and device.type == "meta":
+        kwargs = kwargs or {}
+        if any(map(is_shard_type, types)):  # until it has come to the parts that this rank holds
+            return NotImplemented
+        make = partial(self._make, func, types, args, kwargs)
+        if self._is_inside:
+            return make()
+        return self._values.call(func, args, kwargs, make, self)
+
+    def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta":  # which C++ calls it
             kwargs = {**kwargs, "device": DEVICE}
-        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        is_inside, self._is_inside = self._is_inside, True
+        try:
+            result = self._results.call(func, args, kwargs, partial(super().__torch_dispatch__, func, types))
+        finally:
+            self._is_inside = is_inside
+        if not is_inside:
+            self._allocator.note_call(func, args, result)
+        return result
 
 
 class FakeDevice:
     """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
-    def __init__(self, allocator: Allocator, values: _Values) -> None:
+    def __init__(self, allocator: Allocator, values: FakeValues) -> None:
         self.allocator = allocator
         self._values = values
 
@@ -193,92 +216,3 @@ def _address(tensor: Tensor) -> int:
 
 def _storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata * 256 if storage.device.type == "meta" else _storage_data_ptr(storage)
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that follows values which code may read: ids and masks of a batch, counters.
-
-    Whole numbers and scalars that are made of such are computed on the CPU beside the fake tensors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._values: Any = WeakIdKeyDictionary()
-
-    def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Note what a fake tensor holds."""
-        self._values[tensor] = value
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_shard_type, types)):
-            return NotImplemented
-        kwargs = kwargs or {}
-        known = self._known_arguments(func, args, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._read(None if known is None else known[0][0])
-        if func is torch.ops.aten.equal.default and known is None:
-            raise ReadsValues("the model compares tensors of which a plan knows the shapes alone")
-        try:
-            result = func(*args, **kwargs)
-        except DynamicOutputShapeException:
-            device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-            return self._shaped_by_values(func, known, device)
-        if known is not None and _is_followed(result):
-            self._follow(func, known, result)
-        return result
-
-    def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None, device: torch.device) -> Any:
-        """Return the result of an operator whose shape depends on values, such as unique, if those are known."""
-        if known is None:
-            raise ReadsValues(
-                f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
-            )
-        with _disable_current_modes():
-            value = func(*known[0], **known[1])
-        results = tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), value)
-        for fake, each in zip(tree_leaves(results), tree_leaves(value), strict=True):
-            self._values[fake] = each
-        return results
-
-    def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments with values in the place of fake tensors; None if one has no value."""
-        if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
-            return None
-        flat, spec = tree_flatten((args, kwargs))
-        values = []
-        for leaf in flat:
-            value = self._values.get(leaf) if isinstance(leaf, FakeTensor) else leaf
-            if value is None and leaf is not None:
-                return None
-            values.append(torch.device("cpu") if isinstance(leaf, torch.device) else value)
-        found: tuple[Any, Any] = tree_unflatten(values, spec)
-        return found
-
-    def _follow(self, func: Any, known: tuple[Any, Any], result: Any) -> None:
-        with _disable_current_modes():
-            try:
-                value = func(*known[0], **known[1])
-            except (RuntimeError, NotImplementedError, TypeError):
-                return
-        fakes, values = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, value))
-        for fake, each in zip(fakes, values, strict=True):
-            self._values[fake] = each
-
-    def _read(self, value: Tensor | None) -> Any:
-        if value is None:
-            raise ReadsValues(
-                "the model reads the value of a tensor (.item(), a comparison in an if), and a plan knows shapes alone"
-            )
-        with _disable_current_modes():
-            return value.item()
-
-
-_RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
-
-
-def _is_followed(result: Any) -> bool:
-    """Return whether all that an operator returned is small enough, and of whole numbers or a scalar."""
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return bool(tensors) and all(
-        each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors
-    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from dpscope.errors import UserError
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card
-from dpscope.forecast.probe import Probe, Say
+from dpscope.forecast.probe import Say
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
 from dpscope.sentences import list_names
@@ -20,6 +20,7 @@ from dpscope.units import format_bytes
 
 LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not
+CLEARLY = 0.02  # beyond the limit: no step is tried there
 MOST_STEPS_TRIED = 10
 FARTHEST = 16  # times the largest batch that fits, to the next one that is tried
 
@@ -31,7 +32,6 @@ class BatchFit:
     batch: int
     limit: int
     points: dict[int, int] = field(default_factory=dict)
-    probes: list[Probe] = field(default_factory=list)
 
 
 def memory_limit(card: Card) -> int:
@@ -66,6 +66,8 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
         if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
             break
         guess = _guess(fit, failing, most)
+        if guess <= fit.batch:
+            break
         if try_out(guess):
             fit.batch = guess
         else:
@@ -80,7 +82,8 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
 
-    At small batches another phase may be the highest, so the next batch is at most `FARTHEST` times the last one.
+    The line of small batches may be that of another phase than the one that counts later: no step is too large. Where
+    one more sample is clearly beyond the limit, that is the batch that fits.
     """
     reached = float(fit.batch + failing) / 2
     sizes = sorted(size for size in fit.points if size <= fit.batch)
@@ -88,6 +91,8 @@ def _guess(fit: BatchFit, failing: int, most: int) -> int:
         low, high = sizes[-2:]
         slope = (fit.points[high] - fit.points[low]) / (high - low)
         reached = high + (fit.limit - fit.points[high]) / slope if slope > 0 else math.inf
+        if fit.points[high] + slope > (1 + CLEARLY) * fit.limit and failing <= most:
+            return fit.batch
     if reached >= failing and failing <= most:
         # A step reserves somewhat more than it holds, so that the line's end itself often fails.
         far = failing > 2 * fit.batch

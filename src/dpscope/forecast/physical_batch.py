@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpscope.errors import UserError
-from dpscope.forecast.probe import Probe, extrapolate
 
 MARGIN = 0.05
 MOST_TRIALS = 8
@@ -69,10 +68,10 @@ def find_physical_batch(
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")
     memory = memory or _cuda_memory(batch)
     allowed = int(memory.limit() * (1 - margin)) - _states_to_come(optimizer)
-    probes: list[Probe] = []
+    peaks: dict[int, int] = {}  # by batch
     largest, failing = 0, most + 1
     for _ in range(MOST_TRIALS):
-        size = _next_size(probes, largest, failing, allowed)
+        size = _next_size(peaks, largest, failing, allowed)
         if size <= largest:
             break
         peak = _trial(step, batch, size, optimizer, memory)
@@ -80,7 +79,7 @@ def find_physical_batch(
             failing = size
         else:
             largest = size
-            probes.append(Probe(size, peak, 0.0))
+            peaks[size] = peak
     if not largest:
         raise UserError(
             "not even one sample fits into this GPU's memory: checkpoint blocks, train adapters, or use a larger card"
@@ -88,12 +87,12 @@ def find_physical_batch(
     return largest
 
 
-def _next_size(probes: list[Probe], largest: int, failing: int, allowed: int) -> int:
-    if len(probes) < 2:
+def _next_size(peaks: dict[int, int], largest: int, failing: int, allowed: int) -> int:
+    if len(peaks) < 2:
         return min(max(1, 4 * largest), failing - 1) if failing > 4 * max(1, largest) else (largest + failing) // 2
-    ordered = sorted(probes, key=lambda each: each.batch_size)
-    slope = (ordered[-1].peak_bytes - ordered[-2].peak_bytes) / (ordered[-1].batch_size - ordered[-2].batch_size)
-    reached = math.inf if slope <= 0 else largest + (allowed - extrapolate(ordered, largest).peak_bytes) / slope
+    low, high = sorted(peaks)[-2:]
+    slope = (peaks[high] - peaks[low]) / (high - low)
+    reached = math.inf if slope <= 0 else largest + (allowed - peaks[high]) / slope
     if failing - largest <= max(1, largest // 50):
         return largest
     return int(reached) if largest < reached < failing else min(failing - 1, max(largest + 1, (largest + failing) // 2))

@@ -13,7 +13,7 @@ from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card, find_card
 from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited_by, memory_limit
-from dpscope.forecast.probe import Probe, Say, extrapolate
+from dpscope.forecast.probe import Correction, Probe, Say
 from dpscope.forecast.side_by_side import run_side_by_side
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.planning import DEFAULT_METHODS
@@ -123,7 +123,9 @@ def plan(
     card, remarks = _card_for(asked, specs, say)
     workers = workers if prober is None else 1
     found = run_side_by_side([partial(_plan_method, spec, card, asked, spent, prober) for spec in specs], workers, say)
-    if specs[0].compile != EAGER:
+    if all("refused" in row for row in found):
+        raise UserError(found[-1]["refused"])
+    if specs[0].compile != EAGER and prober is None:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
     if specs[0].world_size > 1:
         remarks.append(
@@ -176,12 +178,12 @@ def _plan_method(
     logical, ranks = asked.logical, spec.world_size
     share = math.ceil(logical / ranks)  # of a logical batch, on each process
     row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
+    correct: Correction | None = None
     try:
-        fit = (
-            largest_batch(spec, card, asked.batch_size or share, say)
-            if prober is None
-            else _probed_fit(spec, card, asked.batch_size or share, say, prober)
-        )
+        fit = largest_batch(spec, card, asked.batch_size or share, say)
+        if prober is not None and fit.batch:
+            correct = _probe(spec, card, fit.batch, say, prober)
+            fit = _corrected_fit(spec, card, asked.batch_size or share, say, fit, correct)
     except UserError as refusal:
         return {**row, "refused": str(refusal)}
     fits = fit.batch >= (asked.batch_size or 1)
@@ -193,8 +195,8 @@ def _plan_method(
     batch = asked.batch_size or min(fit.batch, math.ceil(share / math.ceil(share / fit.batch)))
     say(f"{spec.method}: a step of {batch} in detail")
     step = forecast_step(replace(spec, batch_size=batch), card)
-    if prober is not None:
-        step = _corrected(spec, card, step, fit.probes, batch)
+    if correct is not None:
+        step = correct(step, batch)
     row |= {
         "batch_size": batch,
         "accumulation": math.ceil(share / batch),
@@ -206,20 +208,21 @@ def _plan_method(
     return row | _training(asked, spent, row["logical_seconds"], ranks, private=resolve_method(spec.method).private)
 
 
-def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe], batch: int) -> StepForecast:
-    """Return a prediction with the peak of the probes, and its time scaled by how far they missed theirs."""
-    largest = max(probes, key=lambda each: each.batch_size)
-    predicted = forecast_step(replace(spec, batch_size=largest.batch_size), card)
-    seconds = largest.seconds * step.seconds / predicted.seconds
-    return replace(step, peak_bytes=extrapolate(probes, batch).peak_bytes, seconds=seconds)
+def _probe(spec: RunSpec, card: Card, largest: int, say: Say, prober: Prober) -> Correction:
+    """Measure the largest batch that is predicted to fit, and smaller ones."""
+    probes = prober(spec, sorted({max(1, largest // 4), max(1, largest // 2), largest}), say)
+    at_sizes = (replace(spec, batch_size=each.batch_size) for each in probes)
+    return Correction(probes, [forecast_step(each, card, attributed=False) for each in at_sizes])
 
 
-def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) -> BatchFit:
-    """Probe small batches, and extrapolate to the card's memory."""
-    probes = prober(spec, [size for size in (2, 4, 8, 16) if size <= max(4, most)], say)
-    limit = memory_limit(card)
-    batch = max((size for size in range(1, most + 1) if extrapolate(probes, size).peak_bytes <= limit), default=0)
-    return BatchFit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
+def _corrected_fit(
+    spec: RunSpec, card: Card, most: int, say: Say, predicted: BatchFit, correct: Correction
+) -> BatchFit:
+    """Find the largest batch again, with the room that is left by what the prediction missed."""
+    missed = correct.missed_bytes(predicted.batch)
+    fit = largest_batch(spec, card, most, say, memory_limit(card) - missed) if missed else predicted
+    points = {size: peak + correct.missed_bytes(size) for size, peak in fit.points.items()}
+    return replace(fit, points={**points, **{each.batch_size: each.peak_bytes for each in correct.probes}})
 
 
 def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *, private: bool) -> dict[str, Any]:

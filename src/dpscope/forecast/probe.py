@@ -1,7 +1,9 @@
-"""Short steps at small batches on the GPU at hand, and what follows from them for larger ones.
+"""Short steps on the GPU at hand, and what they tell of larger batches.
 
-The peak of each phase is a line in the batch size, and the step's peak is the highest of these lines. So each phase is
-extrapolated by itself. Step time is a line beyond the batch at which the GPU, and not the host, is the limit.
+A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
+peak is off by a line in the batch size. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
+recording, even if the step waits for the host; that grows as predicted. The host's part is the time of steps in which
+the GPU waits, and is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -11,66 +13,81 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from dpscope.errors import UserError
 from dpscope.forecast.cards import CARDS
+from dpscope.forecast.step import StepForecast
+from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
+from dpscope.instruments.trace.attribution import union
+from dpscope.runner import collector
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
-from dpscope.vocabulary.phases import listening
+from dpscope.vocabulary.components import UNATTRIBUTED
 
-NO_PHASE = "outside"
+LEAST_STEPS, MOST_STEPS = 5, 20
+ENOUGH = 1.0  # seconds of steps
+WAITING = 1.2  # step time over the GPU's busy time from which on the GPU waits for the host
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Peaks and times of steps of one batch size. Peaks are of requested bytes, which are linear in the batch."""
+    """Measured steps of one batch size: peak of allocated bytes, median time, and the GPU's busy time."""
 
     batch_size: int
     peak_bytes: int
     seconds: float
-    phases: dict[str, int] = field(default_factory=dict)  # the peak of each
-    rounding: int = 0  # bytes that the allocator hands out beyond what is asked for
+    gpu_seconds: float
 
 
-@dataclass(frozen=True)
-class Extrapolation:
-    peak_bytes: int
-    seconds: float
-
-
-def probe(spec: RunSpec, *, steps: int = 4, warmup: int = 3) -> Probe:
+def probe(spec: RunSpec, *, warmup: int = 3) -> Probe:
     """Take a few steps of a spec on this GPU. What they allocate is freed before this returns."""
+    gc.collect()
+    collector.rest()
     torch.cuda.reset_peak_memory_stats()
-    base = int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))
+    base = torch.cuda.memory_allocated()
     training = TrainingSteps(replace(spec, device="cuda"), warmup=warmup)
     try:
         training.warm_up()
-        clock = CudaClock()
-        clock.mark()
-        for _ in range(steps):
-            training()
-            clock.mark()
-        seconds = statistics.median(clock.intervals_ms()) / 1e3
+        seconds = _seconds(training)
+        peak = torch.cuda.max_memory_allocated() - base
         training.require_finite_losses()
-        peak = _peak() - base
-        allocated = torch.cuda.max_memory_allocated() - base
-        peaks = _PhasePeaks()
-        with listening(peaks.phase):
-            training()
-        torch.cuda.synchronize()
-        training.require_finite_losses()
-        phases = {name: most - base for name, most in peaks.found.items()}
-        return Probe(spec.batch_size, peak, seconds, phases, allocated - peak)
+        busy = _busy_seconds(training)
+        return Probe(spec.batch_size, peak, seconds, min(busy or seconds, seconds))
     finally:
+        collector.resume()
         del training
         free_memory()
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    clock = CudaClock()
+    begin = time.perf_counter()
+    clock.mark()
+    for done in range(MOST_STEPS):
+        if done >= LEAST_STEPS and time.perf_counter() - begin > ENOUGH:
+            break
+        step()
+        clock.mark()
+    return statistics.median(clock.intervals_ms()) / 1e3
+
+
+def _busy_seconds(step: Callable[[], object]) -> float:
+    """Return how long kernels and copies of a step run; 0 where the profiler sees none."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    recorded = getattr(profiler.profiler, "kineto_results", None)
+    ran = [] if recorded is None else [each for each in recorded.events() if each.device_type().name == "CUDA"]
+    covered = union((each.start_ns(), each.start_ns() + each.duration_ns()) for each in ran)
+    return sum(end - start for start, end in covered) / 1e9
 
 
 def free_memory() -> None:
@@ -81,62 +98,54 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _peak() -> int:
-    return int(torch.cuda.memory_stats().get("requested_bytes.all.peak", 0))
+@dataclass(frozen=True)
+class Correction:
+    """Errors of predictions at probed sizes, smallest first."""
 
+    probes: Sequence[Probe]
+    forecasts: Sequence[StepForecast]  # of the same sizes
 
-class _PhasePeaks:
-    """The allocator's peak in each phase, and between them."""
+    def missed_bytes(self, batch_size: int) -> int:
+        """Return by how much a peak is above its prediction: on the line through the two largest probes."""
+        misses = [each.peak_bytes - step.peak_bytes for each, step in zip(self.probes, self.forecasts, strict=True)]
+        if len(misses) < 2:
+            return misses[-1]
+        low, high = self.probes[-2:]
+        slope = (misses[-1] - misses[-2]) / (high.batch_size - low.batch_size)
+        return round(misses[-1] + slope * (batch_size - high.batch_size))
 
-    def __init__(self) -> None:
-        self.found: dict[str, int] = {}
-        self._open: list[str] = []
-        torch.cuda.reset_peak_memory_stats()
+    @property
+    def host_seconds(self) -> float:
+        """Time of the steps in which the GPU waits for the host; 0 without such."""
+        waiting = [each.seconds for each in self.probes if each.seconds > WAITING * each.gpu_seconds]
+        return statistics.median(waiting) if waiting else 0.0
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._note()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._note()
-            self._open.pop()
-
-    def _note(self) -> None:
-        name = self._open[-1] if self._open else NO_PHASE
-        self.found[name] = max(self.found.get(name, 0), _peak())
-        torch.cuda.reset_peak_memory_stats()
-
-
-def extrapolate(probes: Sequence[Probe], batch_size: int) -> Extrapolation:
-    """Predict the peak and the step time of another batch size from two probes or more."""
-    ordered = sorted(probes, key=lambda each: each.batch_size)
-    low, high = ordered[-2:]
-    names = [name for name in high.phases if name in low.phases]
-    peaks = [_line(low, high, low.phases[name], high.phases[name], batch_size) for name in names]
-    whole = _line(low, high, low.peak_bytes, high.peak_bytes, batch_size)
-    # Steps before the last have peaks as well, such as rehearsals and the first update.
-    peak = max([*peaks, whole if high.peak_bytes > max(high.phases.values(), default=0) else 0])
-    seconds = max(_line(low, high, low.seconds, high.seconds, batch_size), high.seconds)
-    return Extrapolation(round(peak) + high.rounding, seconds)
-
-
-def _line(low: Probe, high: Probe, at_low: float, at_high: float, batch_size: int) -> float:
-    slope = (at_high - at_low) / (high.batch_size - low.batch_size)
-    return at_high + max(0.0, slope) * (batch_size - high.batch_size)
+    def __call__(self, step: StepForecast, batch_size: int) -> StepForecast:
+        """Return a prediction of another size, corrected."""
+        probed, predicted, host = self.probes[-1], self.forecasts[-1], self.host_seconds
+        gaps = min(max(probed.seconds / slower_of(probed.gpu_seconds, host), 1.0), WAITING)  # between kernels
+        busy = gaps * probed.gpu_seconds * step.gpu_seconds / predicted.gpu_seconds
+        missed = self.missed_bytes(batch_size)
+        return replace(
+            step,
+            peak_bytes=step.peak_bytes + missed,
+            components={**step.components, UNATTRIBUTED: step.components.get(UNATTRIBUTED, 0) + missed},
+            seconds=slower_of(busy, host),
+            gpu_seconds=busy,
+            host_seconds=host,
+        )
 
 
 ANSWER = "probed: "
 LONGEST_PROBE = 600.0
 
 
-def local_card() -> str:
-    """Return the name of this machine's GPU in the table of cards."""
+def local_card(named: str | None = None) -> str:
+    """Return the name of this machine's GPU in the table of cards, or the one that is given in its place."""
     if not torch.cuda.is_available():
-        raise UserError(
-            "--probe measures on a GPU, and there is none here: leave it out for a prediction, or give --gpu"
-        )
+        raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction")
+    if named is not None:
+        return named
     properties = torch.cuda.get_device_properties(0)
     gib = properties.total_memory / 2**30
     capability = (properties.major, properties.minor)
@@ -148,37 +157,27 @@ def local_card() -> str:
     return alike[0].name
 
 
-def probe_in_processes(spec: RunSpec, batches: Sequence[int], say: Say) -> list[Probe]:
-    """Probe a spec at several batches, the smallest first, until one runs out of memory."""
-    found: list[Probe] = []
-    for batch in batches:
-        say(f"{spec.method}: short steps of {batch}")
-        answer = _ask(replace(spec, batch_size=batch))
-        if isinstance(answer, str):
-            if len(found) >= 2:
-                break
-            raise UserError(f"{spec.method} could not be probed at a batch of {batch}: {answer}")
-        found.append(answer)
-    return found
-
-
-def _ask(spec: RunSpec) -> Probe | str:
-    """Return a probe, or what kept it from being taken."""
-    command = [sys.executable, "-m", "dpscope.forecast.probe", json.dumps(spec.to_dict())]
+def probe_in_process(spec: RunSpec, batches: Sequence[int], say: Say) -> list[Probe]:
+    """Probe a spec at several batches in a process of its own, the smallest first, until one runs out of memory."""
+    sizes = sorted(set(batches))
+    say(f"{spec.method}: short steps of {', '.join(map(str, sizes))}")
+    command = [sys.executable, "-m", "dpscope.forecast.probe", json.dumps(spec.to_dict()), *map(str, sizes)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=False)
     except subprocess.TimeoutExpired:
-        return f"it took more than {LONGEST_PROBE:.0f} s"
-    for line in reversed(ended.stdout.splitlines()):
-        if line.startswith(ANSWER):
-            return Probe(**json.loads(line.removeprefix(ANSWER)))
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else f"it ended with exit code {ended.returncode}"
+        raise UserError(f"{spec.method} could not be probed: it took more than {LONGEST_PROBE:.0f} s") from None
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
+    if not lines:
+        said = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit code {ended.returncode}"]
+        raise UserError(f"{spec.method} could not be probed at a batch of {sizes[0]}: {said[-1][:300]}")
+    return [Probe(**json.loads(line.removeprefix(ANSWER))) for line in lines]
 
 
 def _main() -> None:
-    found = probe(RunSpec.from_dict(json.loads(sys.argv[1])))
-    print(ANSWER + json.dumps(asdict(found)), flush=True)
+    spec, *sizes = sys.argv[1:]
+    for size in sizes:
+        found = probe(replace(RunSpec.from_dict(json.loads(spec)), batch_size=int(size)))
+        print(ANSWER + json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

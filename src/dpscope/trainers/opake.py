@@ -1,14 +1,17 @@
 """opake (PyPI): per-sample gradients by `vmap(grad)`, functional.
 
 As its README runs it: `clipped_grad` of a loss of one sample, `gaussian_noise` on what it gives; its patches for models
-of Hugging Face. The update is torch's own, as for every other method here.
+of Hugging Face. The update is torch's own, as for every other method here. Compiled as its own trainer compiles: the
+gradient of a batch as one graph.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
+import torch
 from opake.dpsgd.clipping import clipped_grad
 from opake.dpsgd.noise import gaussian_noise
 from opake.random import key
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
 from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, phase
+from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch
 
 
@@ -41,6 +45,10 @@ class OpakeTrainer(TrainerBase):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return optimizer
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is: `_function` compiles what differentiates it."""
+        return model
 
     def _differentiate(self, batch: Batch) -> Tensor:
         leaves, structure = tree_flatten(batch)
@@ -65,8 +73,15 @@ class OpakeTrainer(TrainerBase):
                 batch_argnums=tuple(range(1, tensors + 1)),
                 normalize_by=self.settings.logical_batch_size,
                 return_aux=True,
+                **self._compilation(),
             )
         return self._functions[structure]
+
+    def _compilation(self) -> dict[str, Any]:
+        if self.settings.compile == EAGER:
+            return {}
+        compiler = partial(torch.compile, mode=self.settings.compile, fullgraph=True)
+        return {"microbatch_size": self.settings.batch_size, "_chunk_compiler": compiler}
 
     def backward(self, losses: Tensor) -> None:
         """Do nothing: the forward pass has done it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -16,14 +18,14 @@ from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.privacy_spent import continued, epsilon_of, steps_left
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
-from dpscope.transformers.records import NOISE_FILE, PrivacyRecord, epsilon_of, steps_left
+from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
 _Host: Any = object  # the Trainer that a subclass names beside the mixin
@@ -146,6 +148,12 @@ class PrivateTrainerMixin(_Host):
         """Return the next draw, and no number of tokens to divide by."""
         return list(islice(epoch_iterator, num_batches)), None
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Move as the Trainer does, but do not wait for the device: its copy of pinned memory is ordered anyway."""
+        if isinstance(data, Tensor) and self.args.device.type == "cuda":
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.logical_batch_size
 
@@ -236,12 +244,13 @@ class PrivateTrainerMixin(_Host):
                 "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
                 "train_dataset, and leave out loaders of your own"
             )
-        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
-        self._losses, self._flos = [], 0.0
+        self._begin_draw(model, optimizer)
         for number, batch in enumerate(inputs, 1):
             self._flos += self._operations(batch)
             super()._track_num_input_tokens(batch)
-            super().training_step(model, batch, None)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(batch))
+            self.accelerator.backward(loss)
             if self._first_step is not None:
                 self._first_step.see_backward()
             if number < len(inputs):
@@ -253,6 +262,18 @@ class PrivateTrainerMixin(_Host):
             return losses.nanmean() if self._filters_losses else losses.mean()
         usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
         return usual  # an empty draw: the average in the log stays
+
+    def _begin_draw(self, model: nn.Module, optimizer: DPFlashOptimizer) -> None:
+        """Do what the Trainer does before each batch, once a draw: it takes milliseconds."""
+        if not model.training or self._first_step is not None:
+            model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
+            train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
+        self._losses, self._flos = [], 0.0
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -351,7 +372,10 @@ class PrivateTrainerMixin(_Host):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         resumes, private.resumes_noise = private.resumes_noise, False
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with warnings.catch_warnings():
+            # To have a state to load into, torch takes a step with gradients of 0 and a learning rate of 0.
+            warnings.filterwarnings("ignore", message=".*was set by the training loop")
+            super()._load_optimizer_and_scheduler(checkpoint)
         private.resumes_noise = resumes
         file = Path(checkpoint) / NOISE_FILE
         private.check_noise(torch.load(file) if file.exists() else None, resume_noise=resumes)

@@ -1,26 +1,44 @@
-"""From short steps at small batches to larger ones."""
+"""From short steps to larger batches: predictions corrected by what they missed."""
 
 from __future__ import annotations
 
 import pytest
 
-from dpscope.forecast.probe import Probe, extrapolate
+from dpscope.forecast.probe import Correction, Probe
+from dpscope.forecast.step import StepForecast
+from dpscope.vocabulary.components import UNATTRIBUTED
 
 
-def probe(batch, **phases):
-    return Probe(batch, max(phases.values()), 0.01 + 0.002 * batch, phases)
+def forecast(batch, gpu=0.001, begin=0.002):
+    return StepForecast(1000 + 50 * batch, 0, {UNATTRIBUTED: 0}, gpu_seconds=begin + gpu * batch)
 
 
-def test_a_phase_that_is_low_at_small_batches_is_the_peak_at_large_ones():
-    def step(batch):
-        return probe(batch, optimizer=1000, backward=100 + 20 * batch)
-
-    found = extrapolate([step(4), step(8)], 200)
-    assert found.peak_bytes == 100 + 20 * 200
-    assert found.seconds == pytest.approx(0.01 + 0.002 * 200)
+def truth(batch, *, host=0.0, rate=1.3, workspace=300, per_sample=2):
+    """A GPU that is slower than predicted by `rate`, waits for a host, and takes memory that no prediction knows."""
+    busy = rate * forecast(batch).gpu_seconds
+    return Probe(batch, forecast(batch).peak_bytes + workspace + per_sample * batch, max(busy, host), busy)
 
 
-def test_what_only_early_steps_took_is_extrapolated_too():
-    found = extrapolate([Probe(4, 900, 0.1, {"forward": 100}), Probe(8, 1300, 0.1, {"forward": 120})], 16)
-    assert found.peak_bytes == 2100
-    assert found.seconds == 0.1
+@pytest.mark.parametrize("host", [0.0, 0.03, 0.08, 0.5], ids=["gpu", "gpu-bound above 8", "between", "host-bound"])
+def test_a_larger_batch_is_as_on_a_machine_that_differs_from_the_prediction(host):
+    correct = Correction([truth(n, host=host) for n in (8, 16)], [forecast(n) for n in (8, 16)])
+    found, expected = correct(forecast(64), 64), truth(64, host=host)
+    assert found.peak_bytes == expected.peak_bytes
+    assert sum(found.components.values()) == 300 + 2 * 64
+    assert found.seconds == pytest.approx(expected.seconds, rel=0.1)  # GPU and host at once take a little longer
+
+
+def test_steps_that_wait_for_the_host_do_not_grow_with_the_batch():
+    correct = Correction([truth(n, host=0.5) for n in (2, 4)], [forecast(n) for n in (2, 4)])
+    assert correct(forecast(64), 64).seconds == pytest.approx(0.5, rel=1e-3)
+
+
+def test_gaps_between_kernels_are_carried_over():
+    probes = [Probe(n, 0, 1.1 * forecast(n).gpu_seconds, forecast(n).gpu_seconds) for n in (8, 16)]
+    correct = Correction(probes, [forecast(n) for n in (8, 16)])
+    assert correct(forecast(64), 64).seconds == pytest.approx(1.1 * forecast(64).gpu_seconds)
+
+
+def test_one_probe_shifts_the_peak():
+    correct = Correction([truth(4)], [forecast(4)])
+    assert correct(forecast(8), 8).peak_bytes == forecast(8).peak_bytes + 308

@@ -13,7 +13,8 @@ from dpscope.errors import UserError
 from dpscope.flash.torch_side import dry_run
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, find_card
-from dpscope.forecast.fake_device import DEVICE, ReadsValues, open_device
+from dpscope.forecast.fake_device import DEVICE, open_device
+from dpscope.forecast.fake_values import ReadsValues
 from dpscope.forecast.step import forecast_step
 from dpscope.instruments.memory import attribute, track
 from dpscope.runner.measurements.memory import _holdings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from accelerate.utils import DistributedType
 
 from tests.unit.transformers.small_training import LOGICAL, PHYSICAL, logged, private_trainer, weights
 
-FSDP = {
-    "fsdp": "full_shard",
-    "fsdp_config": {
-        "version": 2,
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
-}
+STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+
+
+def sharded_settings(state_dict: str) -> dict[str, Any]:
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return {
+        "fsdp": True,
+        "fsdp_config": {**layers, "state_dict_type": state_dict},
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
 
 
 def shard_on_the_cpu() -> None:
@@ -30,8 +34,9 @@ def shard_on_the_cpu() -> None:
 
     def init(self: Any, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        if options.get("fsdp_plugin") is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, options["fsdp_plugin"]
+        plugin = options.get("fsdp_plugin") or self._shared_state.get("fsdp_plugin")
+        if plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
 
     accelerate.state.AcceleratorState.__init__ = init
 
@@ -42,6 +47,15 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def resume(folder: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float]:
+    """Train on from the checkpoint of another trainer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was set by the training loop")
+        resumed = private_trainer(folder, settings=settings)
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return whole_weights(resumed.model), resumed.get_epsilon()
+
+
 def main(folder: str, parallel: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {"gradient_accumulation_steps": LOGICAL // PHYSICAL // world}
@@ -49,8 +63,7 @@ def main(folder: str, parallel: str) -> None:
         settings["ddp_backend"] = "gloo"
     if parallel == "fsdp":
         shard_on_the_cpu()
-        settings |= FSDP
-        settings |= {"save_strategy": "steps", "save_steps": 2}
+        settings |= sharded_settings(STATE_DICTS[0])
     trainer = private_trainer(folder, settings=settings)
     trainer.train()
     state = {
@@ -60,10 +73,12 @@ def main(folder: str, parallel: str) -> None:
         "sharded": any(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
     }
     if parallel == "fsdp":
-        resumed = private_trainer(folder, settings=settings)
-        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        state |= {"resumed": whole_weights(resumed.model), "resumed_epsilon": resumed.get_epsilon()}
-        state["epsilon"] = trainer.get_epsilon()
+        state |= {"epsilon": trainer.get_epsilon(), "resumed": {}}
+        for kind in STATE_DICTS:
+            settings |= sharded_settings(kind)
+            if kind != STATE_DICTS[0]:
+                private_trainer(folder, settings=settings).train()
+            state["resumed"][kind] = resume(folder, settings)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(state, Path(folder) / f"{parallel}.pt")
     if world > 1:

@@ -37,6 +37,8 @@ def test_two_ranks_take_the_steps_of_one_process(tmp_path, parallel):
     assert two["history"] == one["history"]
     assert_same(two["weights"], one["weights"])
     assert two["losses"] == pytest.approx(one["losses"], rel=0.01)  # a mean of the ranks' means
-    if parallel == "fsdp":  # resumed from a checkpoint of shards
-        assert_same(two["resumed"], two["weights"], tolerance=0)
-        assert two["resumed_epsilon"] == two["epsilon"]
+    if parallel == "fsdp":
+        assert list(two["resumed"]) == ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+        for resumed, epsilon in two["resumed"].values():
+            assert_same(resumed, two["weights"], tolerance=0)
+            assert epsilon == two["epsilon"]

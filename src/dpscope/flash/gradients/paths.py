@@ -66,6 +66,7 @@ DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
 TF32_RATES = Rates(3e14, 2.5e14, 128)
+CONV_RATE = 1e14  # operations a second of the kernel for windows, in TF32 and half precision
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
 NORMED_LAUNCH = 2e-5  # seconds that the host gives to a kernel of its own, where Gram norms of all layers share one
@@ -116,11 +117,16 @@ LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, c
 
 
 class Unfolded(NamedTuple):
-    """Facts of a convolution's x: elements held a sample, whether patches are copies and kept products in TF32."""
+    """A convolution's x: elements held a sample; whether patches are copies; whether products are in TF32.
+
+    by_kernel: products need no patches, come with their norms, and are rounded alike on every path
+    (kernels/conv_products.py). Otherwise only those that are kept are in TF32.
+    """
 
     held: int
     copies: bool
     kept_in_tf32: bool
+    by_kernel: bool = False
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -172,14 +178,17 @@ def path_costs(
     """
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
-    gemm = products / rates.products
-    sums = gemm / SUM_EFFICIENCY
+    by_kernel, in_tf32 = (unfolded.by_kernel, unfolded.kept_in_tf32) if unfolded else (False, False)
+    rate = CONV_RATE if by_kernel and (in_tf32 or itemsize < 4) else rates.products
+    gemm = products / rate
+    sums = gemm if by_kernel else gemm / SUM_EFFICIENCY
     grams = float(batch) * (d + p)
     held = float(batch * ((length * d if unfolded is None else unfolded.held) + length * p) * itemsize)
     patches = 2.0 * batch * length * d * itemsize if unfolded and unfolded.copies else 0.0  # written and read
-    kept = products / TF32_RATES.products if unfolded and unfolded.kept_in_tf32 else gemm
+    unfolds = 0.0 if by_kernel else patches  # for a product
+    kept = products / TF32_RATES.products if in_tf32 and not by_kernel else gemm
     stored = float(batch * d * p * (stored_itemsize or itemsize))
-    wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
+    wide = 0.0 if by_kernel else float(batch * d * p * max(itemsize, 4))  # products for the norm alone: not rounded
     again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
     copies = 2 * held if rounding else 0.0  # of x and g, rounded
     total = 2.0 * d * p * max(itemsize, 4)  # the sum, written and read
@@ -189,11 +198,14 @@ def path_costs(
 
     in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
     return {
-        RANK1: cost(products + 2.0 * length * grams, total + held + 2 * patches, held, sums),
-        GRAM: cost(products + length**2 * grams, total + again + copies + 2 * patches, held, sums + in_tiles),
-        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * patches, held, gemm + sums),
+        RANK1: cost(products + 2.0 * length * grams, total + held + patches + unfolds, held, sums),
+        GRAM: cost(products + length**2 * grams, total + again + copies + patches + unfolds, held, sums + in_tiles),
+        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolds, held, gemm + sums),
         KEEP: cost(
-            products, (2 if normed else 3) * stored + patches, stored, kept + (NORMED_LAUNCH if normed else 0.0)
+            products,
+            (2 if normed or by_kernel else 3) * stored + unfolds,
+            stored,
+            kept + (NORMED_LAUNCH if normed else 0.0),
         ),
     }
 
@@ -261,6 +273,8 @@ def choose_path(
         )
     )
     rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and unfolded is None and not runs_again)
+    if unfolded is not None and unfolded.by_kernel:
+        rounded_gram = not unfolded.kept_in_tf32
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
@@ -354,7 +368,7 @@ class PathRules:
         normed: bool = False,
     ) -> Decision:
         """Decide for a layer with x: (batch, length, d) and g: (batch, length, p). Give `p` if g has another shape."""
-        rounding = _rounding_of(g)
+        rounding = 0.0 if unfolded is not None and unfolded.by_kernel else _rounding_of(g)
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
             tuple(x),

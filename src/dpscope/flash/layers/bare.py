@@ -216,6 +216,7 @@ class BareTap(TapOfSamples):
         self._end_early()
 
     def _begin_early(self) -> None:
+        self._end_early()  # of a call that was left before forward
         if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
             self._early = self._put_stand_ins()
 

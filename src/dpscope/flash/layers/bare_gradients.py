@@ -18,10 +18,9 @@ from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.gradients.contributions import Lookup, sample_products, wide
-from dpscope.flash.gradients.paths import KEEP, Decision
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
-from dpscope.flash.layers.conv import Patches, add_patches, setting_of
+from dpscope.flash.layers.conv import add_patches, patches_of, setting_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
 from dpscope.flash.taps.taps import TapOfSamples
 
@@ -76,7 +75,7 @@ class Use(Protocol):
     def slot(self, plain: Tensor) -> Slot | None: ...
 
 
-Gradients = list[tuple[Operand, Tensor]]
+Gradients = list[tuple[Operand, Any]]  # (B, *shape) tensors, or the Patches of a convolution
 
 
 def _reduced(g: Tensor, shape: torch.Size) -> Tensor:
@@ -259,8 +258,7 @@ def _of_conv(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
         if slot is not None:
             add_patches(use.tap, slot, x, g, setting.geometry)
         else:
-            decision = Decision(KEEP, "per-sample gradients of a derived weight")
-            found.append((weight, Patches(x, g, setting.geometry, tuple(plain.shape), decision).materialise()))
+            found.append((weight, patches_of(use.tap, x, g, setting.geometry, tuple(plain.shape))))
     return found
 
 

@@ -21,7 +21,17 @@ from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
-from dpscope.flash.layers.row_derivatives import PROBES, Verdict, pulled_back_by_rows
+from dpscope.flash.layers.conv import Patches
+from dpscope.flash.layers.row_derivatives import (
+    PROBES,
+    Derived,
+    RowForm,
+    Verdict,
+    basis_of,
+    pulled,
+    row_forms,
+    unknown_of,
+)
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import TapOfSamples
@@ -85,6 +95,7 @@ class BareUse(_Seen):
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
         self.copies = self.rule is None or called == "expand_rows"
         self._verdict: Verdict | None = None  # whether a weight's derivative has the form of row_derivatives.py
+        self._place = 0  # in the verdict
         self.moves = False  # whether other operands differ between the runs of a rehearsal
         self._prints: list[Tensor] | None = None
         self._runs: set[int] = set()  # of rehearsals that met it
@@ -124,7 +135,7 @@ class BareUse(_Seen):
         if found is None:
             found = gradients_by_row(self, operands, spec, gs, autocast)
             if self.each > 1:
-                found = [(operand, self.block(values).sum(1)) for operand, values in found]
+                found = [(operand, self.block(_whole(values)).sum(1)) for operand, values in found]
         parts = [part for operand, g in found for part in self._of_parameters(operand.plain, g)]
         # What is added to later has to have a place for each element, and not to be autograd's or another parameter's:
         # a sum's terms have one gradient, the same tensor.
@@ -149,8 +160,12 @@ class BareUse(_Seen):
         """Return the slot of the parameter, if the tensor is one itself."""
         return slot_of(self.tap, plain)
 
-    def _of_parameters(self, q: Tensor, gradients: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield the gradients of the parameters that q is made of, given those of q, (B, *q.shape)."""
+    def _of_parameters(self, q: Tensor, gradients: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield the gradients of the parameters that q is made of, given q's; add those in closed form here."""
+        if isinstance(gradients, Patches):
+            if self._add_derived(q, gradients):
+                return
+            gradients = gradients.materialise()
         slot = self.slot(q)
         if slot is not None:
             yield slot, gradients.reshape(len(gradients), *q.shape)
@@ -168,22 +183,55 @@ class BareUse(_Seen):
             if values is not None:
                 yield slot, values
 
+    def _add_derived(self, q: Tensor, patches: Patches) -> bool:
+        """Give the engine the gradients of the one weight that q is made of as those of q, where that is exact."""
+        if not patches.by_kernel or slot_of(self.tap, q._base) is not None:
+            return False
+        slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
+        weight = self._weight_in_rows(q, [slot.parameter for slot in slots], patches.batch_size)
+        if len(slots) != 1 or weight is None or (self._verdict is None and self._form(q, weight) is None):
+            return False
+        if slots[0].why != self.why:
+            slots[0].describe("derived", self.why, patches.shapes)
+        unknown = unknown_of(self.tap.engine)
+        self.tap.engine.add(slots[0], Derived(patches, q, weight, self._hear, unknown))
+        return True
+
     def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
         """Return the gradients (B, *shape) of the parameters that q is made of, given those of q, (B, *q.shape)."""
-        alike = [index for index, each in enumerate(parameters) if each.shape == q.shape and each.dtype == q.dtype]
-        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 2 * PROBES
-        refuted = self._verdict is not None and self._verdict.is_no()
-        if len(alike) != 1 or not wide or len(rows) <= PROBES or refuted or dry_run.current() is not None:
+        weight = self._weight_in_rows(q, parameters, len(rows))
+        form = None if weight is None else self._form(q, weight)
+        if weight is None or form is None:
             return _vjp(q, parameters, rows)
-        (index,), weight = alike, parameters[alike[0]]
-        values, fits = pulled_back_by_rows(weight, rows, lambda probes: _vjp(q, [weight], probes, zeros=True)[0])
+        others = [each for each in parameters if each is not weight]
+        found = iter(_vjp(q, others, rows) if others else [])
+        return [form.applied(rows, basis_of(weight)) if each is weight else next(found) for each in parameters]
+
+    def _weight_in_rows(self, q: Tensor, parameters: list[nn.Parameter], batch: int) -> nn.Parameter | None:
+        """Return the one parameter of q's shape, if its derivative may have a closed form."""
+        alike = [each for each in parameters if each.shape == q.shape and each.dtype == q.dtype]
+        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 4 * PROBES
+        refuted = self._verdict is not None and self._verdict.is_no(self._place)
+        if len(alike) != 1 or not wide or batch <= PROBES or refuted or dry_run.current() is not None:
+            return None
+        return alike[0]
+
+    def _form(self, q: Tensor, weight: nn.Parameter) -> RowForm | None:
+        """Return the closed form, None if it is known that there is none: the first verdict is waited for."""
+        form, fits = row_forms([weight], [basis_of(weight)], lambda probes: pulled([q], [weight], probes))
+        first = self._verdict is None
+        self._hear(Verdict(fits.all().unsqueeze(0)), 0)
+        assert self._verdict is not None
+        return None if (first and not bool(fits.all())) or self._verdict.is_no(self._place) else form
+
+    def _hear(self, verdict: Verdict, place: int) -> None:
+        """Remember whether a weight's derivative has the form of row_derivatives.py, once the last verdict has come."""
         if self._verdict is None or self._verdict.has_come():
-            awaited, self._verdict = self._verdict is None, Verdict(fits.all())
-            if (awaited and not bool(fits.all())) or self._verdict.is_no():  # the first is waited for
-                return _vjp(q, parameters, rows)
-        others = parameters[:index] + parameters[index + 1 :]
-        found = list(_vjp(q, others, rows)) if others else []
-        return [*found[:index], values, *found[index:]]
+            self._verdict, self._place = verdict, place
+
+
+def _whole(values: Tensor | Patches) -> Tensor:
+    return values.materialise() if isinstance(values, Patches) else values
 
 
 def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:

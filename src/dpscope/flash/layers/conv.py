@@ -1,21 +1,23 @@
-"""Conv1d, Conv2d, Conv3d: a Linear over unfolded patches.
+"""Conv1d, Conv2d, Conv3d: a Linear over patches.
 
 With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
-window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product. Patches are
-Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed. They
-are made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order of memory,
-and none for kernels of one element.
+window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product.
 
-On a GPU torch rounds operands of convolutions to TF32 by default, and operands of matrix products only on request. Kept
-per-sample gradients are rounded like the convolution, because norm and sum are of the kept values. All else is of
-products that are rounded as the user has them.
+On a GPU, kernels load the windows as they multiply them (kernels/conv_products.py), for norms, kept gradients and sums
+alike. Where they do not serve, patches are made again, some samples at a time, when they are needed. They are Π kernel
+times as large as x, and made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order
+of memory, and none for kernels of one element.
+
+On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
+it is told to. The kernels round as the convolution does, as it was set in backward. Of patches only kept gradients are
+rounded so; all else is of products that are rounded as the user has them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
 from dpscope.flash.kernels.float32_products import cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
@@ -36,59 +39,33 @@ from dpscope.vocabulary.components import GRADIENTS
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Per spatial dimension, except `groups`. `padding` is of zeros, the same on both sides."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def copies(self) -> bool:
-        """True if patches are something else than x itself."""
-        return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
-
-    def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
-        """Return the windows under the `out` positions of x: (b, C, *) -> (b·groups, C/groups · Π kernel, L).
-
-        In memory, positions come last on a CPU, where that is one plain copy, and first on a GPU, whose kernels read
-        the channels of a position together.
-        """
-        if any(self.padding):
-            x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
-        batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
-        size = (batch, self.groups, channels, *out, *self.kernel)
-        steps = [stride * step for stride, step in zip(spatial, self.stride, strict=True)]
-        taps = [stride * step for stride, step in zip(spatial, self.dilation, strict=True)]
-        windows = x.as_strided(size, (x.stride(0), x.stride(1) * channels, x.stride(1), *steps, *taps))
-        n, width, length = len(out), channels * math.prod(self.kernel), math.prod(out)
-        if _positions_first(x):
-            windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-            return windows.reshape(batch * self.groups, length, width).mT
-        windows = windows.permute(0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n))
-        return windows.reshape(batch * self.groups, width, length)
-
-
-def _positions_first(x: Tensor) -> bool:
-    return x.is_cuda
-
-
 class Patches(Saved):
     """An Outer over patches that are made again for each use. `x`: (B, C, *), `g`: (B, O, *out).
 
     Where a sample has k images, both have one dimension more: (B, k, C, *).
     """
 
-    __slots__ = ("geometry", "shape")
+    __slots__ = ("by_kernel", "geometry", "in_tf32", "shape")
     kind = "patches"
 
     def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
         super().__init__(x, g, decision)
         self.geometry = geometry
         self.shape = shape  # of the weight
+        self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
+        # Kernels that need no patches; depthwise layers have torch's.
+        self.by_kernel = not _is_depthwise(shape, geometry) and serves_conv(self.first, self.g, geometry)
+
+    def _product(self) -> ConvProduct:
+        return ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
+
+    def kept(self) -> Kept:
+        """Return the per-sample gradients, with their norms where one kernel makes both."""
+        if not self.by_kernel:
+            return Kept(self.materialise())
+        values, squares = conv_products(self._product(), stored_dtype(self.g.dtype))
+        assert values is not None
+        return Kept(values.view(-1, *self.shape), squares=squares)
 
     def _outer(self, samples: slice) -> Outer:
         """Return the products of some samples, with groups as further samples: (b·groups, L, ·)."""
@@ -102,6 +79,12 @@ class Patches(Saved):
         if images > 1:
             patches, rows = (_images_along_positions(each, images, groups) for each in (patches, rows))
         return Outer(patches.mT, rows.mT, self.decision)
+
+    def products_along(self, basis: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor]:
+        """Return per-sample gradients, if kept, and (B, 3, O) float64: squares of rows, products with (2, O, n)."""
+        dtype = stored_dtype(self.g.dtype) if keep else None
+        values, products = conv_products(self._product(), dtype, basis=basis)
+        return None if values is None else values.view(-1, *self.shape), products.sum(1)
 
     def taken(self, index: Tensor) -> Patches:
         x, g = take_rows(self.first, index), take_rows(self.g, index)
@@ -121,7 +104,7 @@ class Patches(Saved):
         return list(chunks(self.batch_size, patches * self.first.element_size()))
 
     def _gradients(self, samples: slice) -> Tensor:
-        if self.shape[1] == 1 < self.geometry.groups and self.g.dim() == len(self.shape):
+        if _is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape):
             return self._by_channels(samples)
         return self._outer(samples).materialise().view(-1, *self.shape)
 
@@ -137,6 +120,8 @@ class Patches(Saved):
 
     def materialise(self) -> Tensor:
         """Return the per-sample gradients, (B, *shape), of operands rounded like the convolution's."""
+        if self.by_kernel:
+            return self.kept().values
         with rounded_as_cudnn(self.g.device, "conv"):
             pieces = self._chunks()
             if len(pieces) == 1:
@@ -147,6 +132,8 @@ class Patches(Saved):
         return values
 
     def norms_squared(self) -> Tensor:
+        if self.by_kernel and (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT):
+            return conv_products(self._product(), None)[1].sum(1)
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
 
     def _norms_squared(self, samples: slice) -> Tensor:
@@ -163,6 +150,9 @@ class Patches(Saved):
     @allocates(GRADIENTS, "aten::new_zeros")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         dtype = wide(self.g.dtype)
+        if self.by_kernel:
+            made = conv_sum(self._product(), scale).view(self.shape)
+            return made if out is None else out.add_(made)
         total = out if out is not None and out.dtype == dtype else None
         total = self.g.new_zeros(self.shape, dtype=dtype) if total is None else total
         for samples in self._chunks():
@@ -173,6 +163,9 @@ class Patches(Saved):
                 products = wide_product(outer.g.mT, outer.x).view(-1, *self.shape)
                 Kept(products).clipped_sum(scale[samples], total)
         return total if out is None or total is out else out.add_(total)
+
+
+UNDECIDED = Decision(DIRECT, "")
 
 
 class ConvOptions(NamedTuple):
@@ -282,32 +275,43 @@ class ConvTap(LayerTap):
             add_patches(self, slot, x, g, geometry)
 
 
+def patches_of(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> Patches:
+    """Return the operands of a convolution's weight gradient, with the path that is chosen for them."""
+    patches = Patches(x, g, geometry, shape, UNDECIDED)
+    patches.decision = _decide(tap, patches)
+    return patches
+
+
 def add_patches(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, geometry: Geometry) -> None:
     """Give the engine the per-sample gradients of a convolution's weight, kept or as x and g."""
-    decision = _decide(tap, x, g, geometry)
-    slot.describe("patches", decision, {"x": x.shape, "g": g.shape})
-    patches = Patches(x, g, geometry, tuple(slot.parameter.shape), decision)
-    if decision.path == KEEP:
-        values = patches.materialise()
-        tap.engine.add(slot, Kept(values.to(stored_dtype(slot.parameter.dtype)) if x.shape[0] == 1 else values))
-    else:
+    patches = patches_of(tap, x, g, geometry, tuple(slot.parameter.shape))
+    slot.describe("patches", patches.decision, {"x": x.shape, "g": g.shape})
+    if patches.decision.path != KEEP:
         tap.engine.add(slot, patches)
+        return
+    kept, dtype = patches.kept(), stored_dtype(slot.parameter.dtype)
+    alone = x.shape[0] == 1 and kept.values.dtype != dtype
+    tap.engine.add(slot, Kept(kept.values.to(dtype)) if alone else kept)
 
 
-def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Decision:
+def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
+    x, g, geometry = patches.first, patches.g, patches.geometry
     groups, n = geometry.groups, len(geometry.kernel)
     channel = g.dim() - n - 1
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
     rules = tap.engine.path_rules
-    in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
-    unfolded = Unfolded(held, geometry.copies, in_tf32)
+    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel)
     decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
     kept = groups * d * p * stored_dtype(g.dtype).itemsize
     freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
     if groups > 1 and rules.forced is None and kept <= freed:
         return Decision(KEEP, f"{groups} groups: per-sample gradients are smaller than x and g", decision.costs)
     return decision
+
+
+def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
+    return shape[1] == 1 < geometry.groups
 
 
 def _apart(images: Tensor, x: Tensor) -> Tensor:

@@ -4,66 +4,245 @@ For q made of a weight w, both (O, n), and E_o an orthonormal basis of span(1, w
 
     Jᵀv = a_o v_o + E_o N_o E_oᵀ v_o
 
-as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Four probes through
-autograd then give a and N and show whether the form holds, for any number of samples: two probes are E itself, one is
-orthogonal to it, and one is random. A linear map that has this form for a random vector has it for all. The gradients
-of a row without this form are NaN, so that no sample has a share in such a step. A weight that is clamped, for example,
-may reach its bounds at any time. On a GPU this is known a step or two later, because the host does not wait
-(`Verdict`).
+as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Three probes through
+autograd then give a, N and whether it is so, however many samples there are: all three have parts in E and outside. A
+linear map that has this form for a random vector has it for all. Where a row has not, its gradients are NaN, so that no
+sample has a share in a step whose derivative was not this one. A weight that is clamped, say, may reach its bounds at
+any time; on a GPU, which nobody waits for, that is known a step or two later (`Verdict`).
+
+Jᵀ is the same for all samples, so Σ_b c_b Jᵀv_b = Jᵀ Σ_b c_b v_b, and ‖Jᵀv_b‖² follows from ‖v_bo‖² and Eᵀv_bo: the
+samples' gradients of w need not be made at all (`Derived`). The probes of all layers are pulled back together, when the
+first norm is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PROBES = 4
+from dpscope.flash.gradients.contributions import Kept, refuse_changed, take_rows
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
+from dpscope.flash.gradients.paths import KEEP, PathRules
+from dpscope.flash.layers.conv import Patches
+from dpscope.flash.torch_side.autocast import no_autocast
+
+PROBES = 3
+FLOOR = 2.0**-12
+_WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
+_AT_ONCE = 2**22  # elements of weights whose probes are pulled back together
 _Event: Any = torch.cuda.Event
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
 
 
 class Verdict:
-    """A yes or no that is made on a device, and read when it has come."""
+    """Yes or no for each of several weights, made on a device and read when it has come."""
 
-    def __init__(self, flag: Tensor) -> None:
-        self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.is_cuda)
-        self._flag.copy_(flag, non_blocking=True)
-        self._event: Any = _Event() if flag.is_cuda else None
+    def __init__(self, flags: Tensor) -> None:
+        self._flags = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=flags.is_cuda)
+        self._flags.copy_(flags, non_blocking=True)
+        self._event: Any = _Event() if flags.is_cuda else None
         if self._event is not None:
             self._event.record()
 
     def has_come(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def is_no(self) -> bool:
-        return self.has_come() and not bool(self._flag)
+    def is_no(self, index: int = 0) -> bool:
+        return self.has_come() and not bool(self._flags[index])
 
 
-def pulled_back_by_rows(w: Tensor, rows: Tensor, vjp: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return gradients of w, given those of q, (B, *shape), and which rows have the form, (O,). vjp: of k probes."""
+class RowForm(NamedTuple):
+    """Jᵀ of weights with O rows. scale: a, (O,), NaN where a row has another form; inner: N, (O, 2, 2)."""
+
+    scale: Tensor
+    inner: Tensor
+
+    def applied(self, v: Tensor, basis: Tensor) -> Tensor:
+        """Return a v + E N Eᵀ v, for v: (B, *shape) with O rows and basis: (2, O, n)."""
+        rows = v.flatten(2)
+        along = torch.bmm(rows.transpose(0, 1), basis.permute(1, 2, 0))  # (O, B, 2)
+        values = rows * self.scale.unsqueeze(1)
+        values.transpose(0, 1).baddbmm_(torch.bmm(along, self.inner.mT), basis.transpose(0, 1))
+        return values.view(v.shape)
+
+    def squares(self, products: Tensor) -> Tensor:
+        """Return ‖Jᵀv_bo‖², (B, O), from ‖v_bo‖² and Eᵀv_bo: (B, 3, O) float64.
+
+        Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is
+        all that is known of the first: it is taken to be at least `FLOOR` of v, which only clips more.
+        """
+        squares, along = products[:, 0], products[:, 1:].transpose(1, 2)  # (B, O), (B, O, 2)
+        outside = torch.maximum(squares - along.square().sum(2), FLOOR * squares)
+        scale = self.scale.double()
+        inner = self.inner.double() + scale.view(-1, 1, 1) * _identity(scale)
+        inside = torch.einsum("oij,boj->boi", inner, along).square().sum(2)
+        return scale.square() * outside + inside
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(2, dtype=like.dtype, device=like.device)
+
+
+def basis_of(w: Tensor) -> Tensor:
+    """Return orthonormal vectors that span 1 and w_o, (2, O, n)."""
     flat = w.detach().flatten(1)
-    basis = torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
-    generator = torch.Generator(w.device).manual_seed(w.numel())  # of its own: the model's random numbers stay
-    free, other = torch.randn(2, *flat.shape, dtype=w.dtype, device=w.device, generator=generator)
-    free = free - (basis * (basis * free).sum(2, keepdim=True)).sum(0)
-    probes = torch.stack([*basis, free, other])
-    images = vjp(probes.view(PROBES, *w.shape)).flatten(2)
-    scale = (images[2] * free).sum(1) / free.square().sum(1)
-    inner = torch.einsum("ion,jon->oij", basis, images[:2]) - scale.view(-1, 1, 1) * torch.eye(
-        2, dtype=w.dtype, device=w.device
-    )
-    error = (images - _applied(probes, scale, inner, basis)).norm(dim=2)
-    fits = (error <= _TOLERANCE * (images.norm(dim=2) + scale.abs() * probes.norm(dim=2))).all(0)
-    return _applied(rows.flatten(2), scale.where(fits, torch.nan), inner, basis).view_as(rows), fits
+    return torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
 
 
-def _applied(v: Tensor, scale: Tensor, inner: Tensor, basis: Tensor) -> Tensor:
-    """Return a v + E N Eᵀ v. v: (B, O, n), scale: (O,), inner: (O, 2, 2), basis: (2, O, n)."""
-    along = torch.bmm(v.transpose(0, 1), basis.permute(1, 2, 0))  # (O, B, 2)
-    values = v * scale.unsqueeze(1)
-    values.transpose(0, 1).baddbmm_(torch.bmm(along, inner.mT), basis.transpose(0, 1))
-    return values
+Pull = Callable[[list[Tensor]], Sequence[Tensor]]
+"""From one gradient of each q to one of each weight."""
+
+
+def row_forms(weights: Sequence[Tensor], bases: Sequence[Tensor], pull: Pull) -> tuple[RowForm, Tensor]:
+    """Return the form of all rows of all weights, and which rows have it: (ΣO,)."""
+    generator = torch.Generator(weights[0].device)  # of its own: the model's random numbers stay
+    generator.manual_seed(sum(w.numel() for w in weights))
+    probes = [torch.randn(PROBES, *w.shape, dtype=w.dtype, device=w.device, generator=generator) for w in weights]
+    for k in (0, 1):
+        added = [basis[k].view_as(probe[k]) for basis, probe in zip(bases, probes, strict=True)]
+        torch._foreach_add_([probe[k] for probe in probes], added, alpha=_WEIGHT_OF_BASIS)
+    images = zip(*(pull([probe[k] for probe in probes]) for k in range(PROBES)), strict=True)
+    measured = [_measured(*each) for each in zip(probes, images, bases, strict=True)]
+    scale, inside, lengths, errors = (torch.cat(each) for each in zip(*measured, strict=True))
+    given, found = inside[:, :PROBES], inside[:, PROBES:]  # (ΣO, PROBES, 2): Eᵀ of probes and of their images
+    (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
+    inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
+    turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)  # (a + N)ᵀ
+    inner = turned.mT - scale.view(-1, 1, 1) * _identity(scale)
+    errors = errors.square() + (found - given @ turned).square().sum(2)
+    allowed = lengths[:, PROBES:] + scale.abs().unsqueeze(1) * lengths[:, :PROBES]
+    fits = (errors.sqrt() <= _TOLERANCE * allowed).all(1)
+    return RowForm(scale.where(fits, torch.nan), inner), fits
+
+
+def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
+    """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
+    rows = torch.stack([*probes.flatten(2), *(image.flatten(1) for image in images)], 1)  # (O, 2·PROBES, n)
+    lengths = torch.linalg.vector_norm(rows, dim=2)
+    across = basis.transpose(0, 1)
+    inside = torch.bmm(rows, across.mT)
+    rows.baddbmm_(inside, across, alpha=-1)
+    given, found = rows[:, :PROBES], rows[:, PROBES:]
+    scale = (given * found).sum((1, 2)) / given.square().sum((1, 2))
+    errors = torch.linalg.vector_norm(found - scale.view(-1, 1, 1) * given, dim=2)
+    return scale, inside, lengths, errors
+
+
+class Derived:
+    """Per-sample gradients Jᵀv_b of a weight, held as those of q, which is made of it.
+
+    products: (B, 3, O) float64, ‖v_bo‖² and Eᵀv_bo. tell: is told of the verdict on the weight's rows.
+    """
+
+    __slots__ = ("__weakref__", "basis", "form", "inner", "others", "products", "q", "squared", "tell", "version", "w")
+    kind = "derived"
+
+    def __init__(
+        self, patches: Patches, q: Tensor, w: Tensor, tell: Callable[[Verdict, int], None], others: Unknown
+    ) -> None:
+        self.q, self.w, self.version, self.tell, self.others = q, w, w._version, tell, others
+        self.basis = basis_of(w)
+        values, self.products = patches.products_along(self.basis, keep=patches.decision.path == KEEP)
+        self.inner: Patches | Kept = patches if values is None else Kept(values)
+        self.form: RowForm | None = None
+        self.squared: Tensor | None = None
+        others.members.append(ref(self))
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    def check_unchanged(self, name: str) -> None:
+        if self.form is None and self.w._version != self.version:
+            refuse_changed(name)
+        self.inner.check_unchanged(name)
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def taken(self, index: Tensor) -> Kept:
+        return Kept(take_rows(self.materialise(), index))
+
+    def folded(self, each: int, rules: PathRules) -> Kept:
+        return Kept(self.materialise()).folded(each, rules)
+
+    def materialise(self) -> Tensor:
+        form = self._known()
+        return form.applied(self.inner.materialise().to(form.scale.dtype), self.basis)
+
+    def norms_squared(self) -> Tensor:
+        self._known()
+        assert self.squared is not None
+        return self.squared
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        total = self._known().applied(self.inner.clipped_sum(scale, None).unsqueeze(0), self.basis).squeeze(0)
+        return total if out is None else out.add_(total)
+
+    def _known(self) -> RowForm:
+        if self.form is None:
+            self.others.find()
+        assert self.form is not None
+        return self.form
+
+
+class Unknown:
+    """Weights of an engine whose derivatives nobody has asked for yet; they are found together."""
+
+    def __init__(self) -> None:
+        self.members: list[ref[Derived]] = []
+
+    def find(self) -> None:
+        members = [member for each in self.members if (member := each()) is not None]
+        self.members = []
+        for some in _parts([each for each in members if each.w._version == each.version]):
+            _find(some)
+
+
+def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
+    """Yield members of one kind with at most `_AT_ONCE` elements together, one at least."""
+    kinds: dict[tuple[object, ...], list[Derived]] = {}
+    for each in members:
+        kinds.setdefault((each.w.dtype, each.w.device, each.products.shape[0]), []).append(each)
+    for alike in kinds.values():
+        part: list[Derived] = []
+        for each in alike:
+            if part and sum(other.w.numel() for other in part) + each.w.numel() > _AT_ONCE:
+                yield part
+                part = []
+            part.append(each)
+        yield part
+
+
+def _find(members: list[Derived]) -> None:
+    """Find the derivatives of some weights, and the norms that follow."""
+    qs, weights = [each.q for each in members], [each.w for each in members]
+    sizes = [len(w) for w in weights]
+    form, fits = row_forms(weights, [each.basis for each in members], lambda probes: pulled(qs, weights, probes))
+    squares = form.squares(torch.cat([each.products for each in members], 2))
+    verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
+    scales, inners = (torch.split(each, sizes) for each in (form.scale, form.inner))
+    of_each = zip(members, scales, inners, torch.split(squares, sizes, 1), strict=True)
+    for index, (member, scale, inner, own) in enumerate(of_each):
+        member.form, member.squared = RowForm(scale, inner), own.sum(1)
+        member.tell(verdict, index)
+        del member.q, member.products
+
+
+def pulled(qs: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of the weights for one gradient of each q, zeros where there is none."""
+    with OWN_GRADIENTS.taken(), no_autocast(qs[0].device.type):
+        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(qs, weights, gradients, **options)
+
+
+_unknown: WeakKeyDictionary[Any, Unknown] = WeakKeyDictionary()
+
+
+def unknown_of(engine: Any) -> Unknown:
+    return _unknown.setdefault(engine, Unknown())

@@ -22,10 +22,10 @@ from dpscope.flash.ranks.distributed import refuse_ddp_forward
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
 from dpscope.flash.ranks.layout import compiled_over_ranks
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.rehearsal import RootCall
 from dpscope.flash.sample_rows.rehearsal_run import Sampled
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
 from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import CLOSED, StepState
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of
 from dpscope.flash.torch_side.autograd_graph import in_backward
@@ -112,13 +112,17 @@ class ForwardPasses:
         return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Run the model's own forward for a trial, as if the root had been called."""
+    def trial(self) -> Iterator[list[UnknownCall]]:
+        """Run the model's own forward for a trial, as if the root had been called.
+
+        Gives the calls of layers whose rows are not known to be samples.
+        """
         before = self._unknown, self.in_trial
-        self._unknown, self.in_trial = [], True
+        unknown: list[UnknownCall] = []
+        self._unknown, self.in_trial = unknown, True
         self._depth += 1
         try:
-            yield
+            yield unknown
         finally:
             self._depth -= 1
             self._unknown, self.in_trial = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -173,6 +173,26 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
         for buffer, version, value in before:
             if buffer._version != version:
                 buffer.copy_(value)
+
+
+@contextmanager
+def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
+    parameters = list(parameters)
+    zero = (
+        torch.stack([parameter.detach().any().cpu() for parameter in parameters]).logical_not().tolist()
+        if parameters
+        else []
+    )
+    closed = [parameter.data for parameter, is_zero in zip(parameters, zero, strict=True) if is_zero]
+    for index, gate in enumerate(closed):
+        values = torch.randn(gate.shape, generator=torch.Generator().manual_seed(index))
+        gate.copy_(0.1 * values)
+    try:
+        yield
+    finally:
+        for gate in closed:
+            gate.zero_()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,13 @@ from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.rehearsal import Rehearsal, RootCall
+from dpscope.flash.sample_rows.mixing import Mixing
+from dpscope.flash.sample_rows.rehearsal import Rehearsal
 from dpscope.flash.sample_rows.rehearsal_run import ParametersUsed, Run, Sampled
 from dpscope.flash.sample_rows.schedule import LookSchedule
 from dpscope.flash.sample_rows.self_test import SelfTest, TestedEngine
-from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.sample_rows.stand_in import Mismatch, NotFollowed
+from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
@@ -51,6 +53,13 @@ class BegunPass(NamedTuple):
     buffers: list[tuple[Tensor | None, int]]
     failure: Exception | None
     verified: bool = False
+
+
+class _Reading(NamedTuple):
+    """Facts about a way to call the model: `RehearsedCalls._shared` and `_output_dims`."""
+
+    shared: frozenset[int]
+    output_dims: list[int | None] | None
 
 
 class RehearsedCalls:
@@ -81,10 +90,11 @@ class RehearsedCalls:
         self._modules = list(model.modules())
         self._begin_way = begin_way
         self._in_any_dim = in_any_dim
-        self._rehearsed: dict[object, frozenset[int]] = {}  # ways in which the root was called, in order, and `_shared`
+        self._rehearsed: dict[object, _Reading] = {}  # ways in which the root was called, in order
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
+        self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
@@ -123,13 +133,13 @@ class RehearsedCalls:
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
             if call.batch and dry_run.current() is None:
-                failure, verified = self._rehearse(call), True
-                if self._rehearsal(call).has_different_samples():
+                failure, verified = self._verify(call), True
+                if self._mixing(call).has_different_samples():
                     self._remember(way)
         elif self.schedule.is_due(call.batch):
-            self._shared = self._rehearsed[way]
+            self._shared, self._output_dims = self._rehearsed[way]
             failure, verified = self._look_again(call), True
-            self._rehearsed[way] = self._shared
+            self._rehearsed[way] = _Reading(self._shared, self._output_dims)
         return BegunPass(call, way, self.buffers.look(), failure, verified)
 
     @staticmethod
@@ -160,10 +170,9 @@ class RehearsedCalls:
         if not unknown:
             return
         if dry_run.current() is not None:
-            for tap, dim, shared in unknown:
-                (tap.shared if shared else tap.known).add(dim)
+            _note_known(unknown)
             return
-        failure = failure or self._rehearse(call)
+        failure = failure or self._try_rows(call)
         for tap, dim, shared in unknown:
             if dim not in (tap.shared if shared else tap.known):
                 reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
@@ -174,7 +183,7 @@ class RehearsedCalls:
 
     def _remember(self, way: object) -> None:
         """Remember a way of calling the model. A way that is forgotten is only rehearsed again."""
-        self._rehearsed[way] = self._shared
+        self._rehearsed[way] = _Reading(self._shared, self._output_dims)
         if len(self._rehearsed) < MOST_WAYS:
             return
         del self._rehearsed[next(iter(self._rehearsed))]
@@ -187,17 +196,21 @@ class RehearsedCalls:
                 stacklevel=2,
             )
 
-    def _rehearse(self, call: RootCall) -> Exception | None:
-        """Rehearse the call; the error that kept it from being run, if there was one."""
-        self._shared = frozenset()
+    def _verify(self, call: RootCall) -> Exception | None:
+        """Verify the call; return the error that kept it from being run, if there was one.
+
+        Samples do not mix in the untouched model (mixing.py), and the self-test proves that the taps do what that
+        model does. Where it fails or cannot tell, a rehearsal finds the layer whose rows are not the samples.
+        """
+        self._shared, self._output_dims = frozenset(), None
         try:
-            rehearsal = self._rehearsal(call)
+            mixing = self._mixing(call)
             if call.batch > 1:
-                rehearsal.judge()
-                rehearsal.draw_again()
-                rehearsal.compare_sizes()
-                self._shared = rehearsal.shared
-            rehearsal.find_carried_state()
+                self._draw(mixing, call)
+            mixing.find_carried_state()
+            if self._is_proven(call) or call.batch == 1:
+                return None
+            self._find_rows(call)
             self._self_test(call)
         except (UserError, torch.OutOfMemoryError):
             raise
@@ -207,16 +220,52 @@ class RehearsedCalls:
             return error
         return None
 
+    def _draw(self, mixing: Mixing, call: RootCall) -> None:
+        try:
+            mixing.draw()
+        except UserError:
+            with suppress(NotFollowed):
+                self._find_rows(call)  # it may name the layer
+            raise
+        self._shared, self._output_dims = mixing.shared, mixing.output_dims
+
+    def _is_proven(self, call: RootCall) -> bool:
+        """Make the self-test; return whether it holds and says all. Where no rehearsal could say more, it raises."""
+        try:
+            return self._self_test(call)
+        except torch.OutOfMemoryError:
+            raise
+        except (Exception, Mismatch):
+            if call.batch == 1:
+                raise
+            return False
+
+    def _find_rows(self, call: RootCall) -> None:
+        """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""
+        rehearsal = Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
+        rehearsal.judge()
+        self._shared = rehearsal.shared
+
+    def _try_rows(self, call: RootCall) -> Exception | None:
+        """Rehearse a call that reached layers which the self-test had not; return the error that prevented it."""
+        try:
+            self._find_rows(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
     def _look_again(self, call: RootCall) -> Exception | None:
-        """Look at a call of a way that was rehearsed, at some of its rows."""
+        """Look at a call of a way that was verified, at some of its rows."""
         try:
             whole = self.schedule.note_look()
-            rehearsal = self._rehearsal(call)
+            mixing = self._mixing(call)
             if call.batch > 1:
-                rehearsal.look_again()
-                self._shared = rehearsal.shared
+                mixing.look_again()
+                self._shared = mixing.shared
             if whole:
-                rehearsal.find_carried_state()
+                mixing.find_carried_state()
                 self._self_test(call)
         except (UserError, torch.OutOfMemoryError):
             raise
@@ -224,36 +273,47 @@ class RehearsedCalls:
             return error
         return None
 
-    def _self_test(self, call: RootCall) -> None:
-        """Hold the taps against the untouched model. A sharded model's weights are elsewhere: it is not tested here."""
-        if self._ranks is not None and self._ranks.layout.mesh is not None:
-            return
-        rehearsal = self._rehearsal(call)
-        test = SelfTest(self._engine, call, rehearsal.sampled_leaves(), rehearsal.rows(), seed=self.schedule.passes)
+    def _self_test(self, call: RootCall) -> bool:
+        """Hold the taps against the untouched model; return whether that proves that rows are samples.
+
+        A sharded model's weights are elsewhere: it is not tested here.
+        """
+        if self._is_sharded:
+            return False
+        tried = self._mixing(call)
+        rows, seed = tried.rows(), self.schedule.passes
+        test = SelfTest(self._engine, call, tried.sampled_leaves(), rows, seed=seed, output_dims=self._output_dims)
         # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
         hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
-        with self._engine.forwards.trial(), hidden:
+        with self._engine.forwards.trial() as unknown, hidden:
             try:
-                test.run()
+                proven = test.run()
             except RuntimeError:
                 if not self._engine.run_by_loop():  # vmap went through forward, and not through backward
                     raise
-                test.run()
+                proven = test.run()
+        if proven:
+            _note_known(unknown)
+        return proven
 
-    def _rehearsal(self, call: RootCall) -> Rehearsal:
-        return Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
+    @property
+    def _is_sharded(self) -> bool:
+        return self._ranks is not None and self._ranks.layout.mesh is not None
+
+    def _mixing(self, call: RootCall) -> Mixing:
+        gates = [] if self._is_sharded else self._engine.trained().values()
+        return Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Run the model without taps, and without other processes."""
+        communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
+        with self._engine.without_taps(), communication:
+            yield
 
     def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
         """Refuse buffers that forward changes differently when a sample is replaced."""
-        seen: list[list[Tensor | None]] = []
-
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            output = call.forward(*args, **kwargs)
-            seen.append(self.buffers.values(paths))
-            return output
-
-        if call.batch:
-            self._rehearsal(call._replace(forward=observed)).run_with_others()
+        seen = self._mixing(call).watch_with_others(lambda: self.buffers.values(paths)) if call.batch else []
         for index, path in enumerate(paths):
             self.buffers.judge(path, [values[index] for values in seen])
 
@@ -270,3 +330,9 @@ class RehearsedCalls:
         modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
         if modules:
             raise NotFollowed(modules, reason)
+
+
+def _note_known(calls: list[UnknownCall]) -> None:
+    """Note that rows of these calls are the samples, or one row for all of them."""
+    for tap, dim, shared in calls:
+        (tap.shared if shared else tap.known).add(dim)

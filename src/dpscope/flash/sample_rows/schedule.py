@@ -1,8 +1,7 @@
 """Schedule of later checks: samples may begin to mix, and layers to change, after the first batch.
 
-A new kind of call is checked completely. After that rows are checked again at passes
-2, 4, 8, 16, … and at random ones, every third time with the self-test, on a quarter of the
-batch. Instruments pause these checks while they measure.
+A new kind of call is checked completely. After that rows are checked again at passes 2, 4, 8, 16, … and at random ones,
+every third time with the self-test, on a quarter of the batch. Instruments pause these checks while they measure.
 """
 
 from __future__ import annotations

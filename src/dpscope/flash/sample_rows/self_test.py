@@ -7,18 +7,22 @@ cotangents u of the output, and random weights w_b of the samples:
     sums      Σ_b w_b v_b, which the engine makes of what its backward pass left for the cotangent u, is the gradient
               that ordinary autograd gives for the cotangent with row b multiplied by w_b; for every trained parameter
 
-Rows of the output belong to samples (rehearsal.py), so that both sides are the same function of w. They agree for
-random w only where every v_b is right: a layer that is not what its class says, whose options change, whose hooks do
-more than they seem to, is found whatever the reason. A difference names the parameter; its module is tapped in another
-way (layers/ladder.py), and the test is made again.
+Rows of the output belong to samples (mixing.py), so that both sides are the same function of w. They agree for random w
+only where every v_b is right: a layer whose rows are not the samples, that is not what its class says, whose options
+change, whose hooks do more than they seem to, is found whatever the reason. A difference names the parameter; its
+module is tapped in another way (layers/ladder.py), and the test is made again.
+
+Half of the samples are silent: their rows of u are zero, so their v_b are zero in any precision. Their weights are
+large on the side of the engine alone. Then the other half is silent, and what the engine has for it has to be zero. So
+a parameter of tiny gradients whose rows are not the samples is found too, which rounding would hide in a sum.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,9 +33,9 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
-from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse, slices
-from dpscope.flash.sample_rows.rehearsal_run import untouched
-from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.sample_rows.rehearsal_run import opened_gates, untouched
+from dpscope.flash.sample_rows.stand_in import Mismatch, NotFollowed
+from dpscope.flash.sample_rows.tried_call import RootCall, is_coarse, slices
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tensors_in
@@ -44,10 +48,12 @@ _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_OUTPUTS = 0.05
 _SUMS = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-4)}
 _HALF_SUMS = (0.15, 0.02)
+SILENT_WEIGHT = 1e4
+"""Of samples without a cotangent, in the engine's sums."""
 
 
 class Trials(Protocol):
-    def trial(self) -> AbstractContextManager[None]: ...
+    def trial(self) -> AbstractContextManager[list[Any]]: ...
 
 
 class TestedEngine(Protocol):
@@ -70,43 +76,63 @@ class TestedEngine(Protocol):
 
 
 class SelfTest:
-    """One test of a call, of the samples `rows`. `sampled`: arguments with a row for each: id -> dimension."""
+    """One test of a call, of the samples `rows`.
+
+    sampled      arguments with a row for each: id -> dimension
+    output_dims  of each tensor among the outputs: the dimension of samples; None if that is not known
+    """
 
     def __init__(
-        self, engine: TestedEngine, call: RootCall, sampled: dict[int, int], rows: list[int], *, seed: int
+        self,
+        engine: TestedEngine,
+        call: RootCall,
+        sampled: dict[int, int],
+        rows: list[int],
+        *,
+        seed: int,
+        output_dims: Sequence[int | None] | None = None,
     ) -> None:
+        self.output_dims = output_dims
         self.engine, self.model, self.call, self.sampled = engine, engine.model, call, sampled
         self.seed = seed
         self.rows = torch.tensor(rows)
-        self.weights = 0.5 + torch.rand(len(rows), generator=_seeded("cpu", seed), dtype=torch.float64)
+        order = torch.randperm(len(rows), generator=_seeded("cpu", seed))
+        spread = torch.linspace(0.5, 1.5, len(rows), dtype=torch.float64)
+        self.weights = torch.where(order % 2 == 0, spread[order], -spread[order])  # no two are alike
+        self.first_half = order < -(-len(rows) // 2)
+        self.has_rows = False  # whether an output has a row for each sample
 
-    def run(self) -> None:
-        """Raise NotFollowed for a module whose taps do not do what it does; UserError if nothing can be compared."""
+    def run(self) -> bool:
+        """Raise NotFollowed for a module whose taps do not do what it does; UserError where nothing can be compared.
+
+        Return whether the test proves that rows of layers are the samples: there were outputs with rows to compare.
+        """
         names = self.engine.trained()
         if not names:
-            return
-        with _opened_gates(names.values()):
-            self._compare(names)
+            return True
+        with opened_gates(names.values()):
+            return self._compare(names)
 
-    def _compare(self, names: dict[str, nn.Parameter]) -> None:
+    def _compare(self, names: dict[str, nn.Parameter]) -> bool:
         versions = [parameter._version for parameter in names.values()]
         with untouched(self.model), self.engine.without_taps():
             outputs, expected = self._ordinary(list(names.values()))
             if [parameter._version for parameter in names.values()] != versions:  # a forward that writes into them
                 outputs, expected = self._ordinary(list(names.values()))
         if expected is None:
-            return
+            return False
         with untouched(self.model), self.engine.state.trial(len(self.rows)):
-            wrong, sums, order = self._tapped(outputs)
+            wrong, sums, order, leaking = self._tapped(outputs)
         if wrong and self._is_random():
-            return  # what draws random numbers sample by sample draws others than for a batch
+            return False  # what draws random numbers sample by sample draws others than for a batch
         named = {parameter: name for name, parameter in names.items()}
         gradients = dict(zip(names.values(), expected, strict=True))
-        bad = self._bad_sums(gradients, sums)
+        bad = self._bad_sums(gradients, sums) or leaking
         if bad:
             self._raise_for(bad, order, named)
         if wrong:
-            raise NotFollowed([self.model], f"with taps the model gives another output than without ({wrong})")
+            raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
+        return self.has_rows
 
     # -- the two runs --------------------------------------------------------------------------------------------------
 
@@ -123,31 +149,40 @@ class SelfTest:
         return found
 
     def _forward(self, forward: Callable[..., Any]) -> list[Tensor]:
+        """Return the outputs that have a gradient; notes their dimensions of samples."""
         args, kwargs = self._arguments()
         with torch.enable_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
-        return [leaf for leaf in tensors_in(output) if leaf.requires_grad and leaf.is_floating_point()]
+        found = list(enumerate(tensors_in(output)))
+        found = [(place, leaf) for place, leaf in found if leaf.requires_grad and leaf.is_floating_point()]
+        self.dims = [self._dim_of(place, leaf) for place, leaf in found]
+        return [leaf for _, leaf in found]
 
     def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
         """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
         outputs = self._forward(self.model.forward)
         if not outputs:
             return [], None
-        self.has_rows = any(self._dim_of(output) is not None for output in outputs)
-        total = self._total(outputs, weighted=True)
+        self.has_rows = any(dim is not None for dim in self.dims)
+        self.coarse = _rounds_inside(outputs)
+        total = self._total(outputs, self.first_half, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
             found = _gradients(total, parameters)
         return [output.detach() for output in outputs], list(found)
 
-    def _tapped(self, expected: list[Tensor]) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return how outputs differ, the engine's weighted sums, and parameters in the order of the backward pass.
+    def _tapped(
+        self, expected: list[Tensor]
+    ) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter], dict[nn.Parameter, float]]:
+        """Return four results of the tapped model.
 
-        `expected` is emptied first, because outputs may be the largest tensors of a step.
+        They are how outputs differ, the engine's weighted sums, parameters in the order of the backward pass, and
+        parameters that have something for a silent sample. `expected` is emptied first, because outputs may be the
+        largest tensors of a step.
         """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
-            raise NotFollowed([self.model], "with taps the model gives outputs of other shapes than without")
+            raise Mismatch([self.model], "with taps the model gives outputs of other shapes than without")
         wrong = self._differing(expected, outputs)
         expected.clear()
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
@@ -156,18 +191,24 @@ class SelfTest:
                 self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
             ]
             raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
-        gradients_of(self._total(outputs, weighted=False), [])
+        gradients_of(self._total(outputs, self.first_half, weighted=False), [])
+        outputs.clear()
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
-        return wrong, self._sums(recorded), order
+        weights = self.weights.where(self.first_half, SILENT_WEIGHT)
+        sums = self._sums(recorded, weights if self.has_rows else torch.ones_like(weights))
+        if not self.has_rows or len(self.rows) < 2:
+            return wrong, sums, order, {}
+        gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
+        others = self._sums(self.engine.state.take_recorded(), self.first_half.to(weights))
+        return wrong, sums, order, _not_zero(others)
 
-    def _sums(self, recorded: Recorded) -> dict[nn.Parameter, Tensor]:
+    def _sums(self, recorded: Recorded, weights: Tensor) -> dict[nn.Parameter, Tensor]:
         recorded = [(slot, parts) for slot, parts in recorded if parts]
         if not recorded:
             return {}
         with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
             micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
-            weights = self.weights if self.has_rows else torch.ones_like(self.weights)
             micro.clipping = replace(micro.clipping, scale=weights.to(micro.clipping.scale).unsqueeze(0))
             found: dict[nn.Parameter, Tensor] = {}
             for batch in micro.sums(into=None, factored=False):
@@ -177,26 +218,28 @@ class SelfTest:
 
     # -- cotangents ----------------------------------------------------------------------------------------------------
 
-    def _dim_of(self, output: Tensor) -> int | None:
-        """Return the dimension of samples: the first whose size is their number."""
+    def _dim_of(self, place: int, output: Tensor) -> int | None:
+        """Return the dimension of samples: where it is not known, the first of their number."""
+        if self.output_dims is not None and place < len(self.output_dims):
+            return self.output_dims[place]
         return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
 
-    def _total(self, outputs: list[Tensor], *, weighted: bool) -> Tensor:
-        """Return Σ output · u, with rows of u multiplied by the samples' weights if `weighted`.
+    def _total(self, outputs: list[Tensor], live: Tensor, *, weighted: bool) -> Tensor:
+        """Return Σ output · u over the samples that are `live`, multiplied by their weights if `weighted`.
 
         u is random for outputs with a row for each sample; for others only if there is none of those. It is drawn
         again for each run, and not kept.
         """
         terms = []
-        for place, output in enumerate(outputs):
-            dim = self._dim_of(output)
+        for place, (output, dim) in enumerate(zip(outputs, self.dims, strict=True)):
             if dim is None and self.has_rows:
                 terms.append(0 * output.sum())
                 continue
             random = _seeded(output.device, self.seed + 1 + place)
             u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
-            if weighted and dim is not None:
-                u *= self.weights.to(u).view([-1 if axis == dim else 1 for axis in range(output.dim())])
+            if dim is not None:
+                rows = self.weights * live if weighted else live
+                u *= rows.to(u).view([-1 if axis == dim else 1 for axis in range(output.dim())])
             terms.append((output * u).sum())
         return sum(terms[1:], terms[0])
 
@@ -205,7 +248,7 @@ class SelfTest:
     def _differing(self, outputs: list[Tensor], found: list[Tensor]) -> str:
         for mine, other in zip(found, outputs, strict=True):
             tolerance = _OUTPUTS.get(other.dtype, _HALF_OUTPUTS)
-            if is_coarse(other):
+            if self.coarse or is_coarse(other):
                 tolerance = max(tolerance, _HALF_OUTPUTS)
             apart, size = _largest_difference(mine.detach(), other)
             if apart > tolerance * size + 1e-30:
@@ -228,20 +271,20 @@ class SelfTest:
         self, expected: dict[nn.Parameter, Tensor | None], found: dict[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, float]:
         """Return the parameters whose sums differ, with the relative error."""
-        norms = [g.double().norm() for g in expected.values() if g is not None]
-        whole = float(torch.stack(norms).norm()) if norms else 0.0
-        bad = {}
+        errors, sizes = [], []
         for parameter, gradient in expected.items():
             mine = found.get(parameter)
-            truth = torch.zeros(()) if gradient is None else gradient
-            share, floor = _SUMS.get(parameter.dtype, _HALF_SUMS)
-            if is_coarse(parameter):
-                share, floor = _HALF_SUMS
-            mine = torch.zeros_like(truth) if mine is None else mine
-            error = float((mine.double() - truth.double()).norm())
-            size = float(truth.double().norm())
-            if not math.isnan(error) and error > share * size + floor * whole:  # NaN on both sides is not a difference
-                bad[parameter] = error / max(size, 1e-30)
+            nothing = parameter.new_zeros(())
+            truth = nothing if gradient is None else gradient
+            sizes.append(_norm(truth))
+            errors.append(_norm((nothing if mine is None else mine) - truth))
+        error, size = (torch.stack(each).tolist() for each in (errors, sizes))  # one wait for the device each
+        whole = math.hypot(*(each for each in size if math.isfinite(each)))
+        bad = {}
+        for parameter, off, own in zip(expected, error, size, strict=True):
+            share, floor = _HALF_SUMS if self.coarse or is_coarse(parameter) else _SUMS.get(parameter.dtype, _HALF_SUMS)
+            if math.isfinite(own) and not off <= share * own + floor * whole:  # what is no number has no size
+                bad[parameter] = off / max(own, 1e-30)
         return bad
 
     def _raise_for(
@@ -256,21 +299,7 @@ class SelfTest:
             f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
             "its size)"
         )
-        raise NotFollowed([owner], reason)
-
-
-@contextmanager
-def _opened_gates(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide gradients."""
-    zeros = [parameter.data for parameter in parameters if not parameter.detach().any()]
-    for index, zero in enumerate(zeros):
-        values = torch.randn(zero.shape, generator=torch.Generator().manual_seed(index))
-        zero.copy_(0.1 * values)
-    try:
-        yield
-    finally:
-        for zero in zeros:
-            zero.zero_()
+        raise Mismatch([owner], reason)
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
@@ -278,6 +307,26 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def _rounds_inside(outputs: list[Tensor]) -> bool:
+    """Return whether the model computed in 16 bits, whatever it returns: an autocast of its own, as Accelerate's is."""
+    half, casts = (torch.bfloat16, torch.float16), ("device_autocast_kwargs", "cpu_autocast_kwargs")
+    return any(
+        any(part.dtype in half for part in getattr(node, "_input_metadata", ()))
+        or any(getattr(node, cast, {}).get("enabled") for cast in casts)  # of a reentrant checkpoint
+        for node in nodes_behind(outputs)
+    )
+
+
+def _not_zero(sums: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
+    sizes = torch.stack([_norm(total) for total in sums.values()]).tolist() if sums else []
+    return {parameter: size for parameter, size in zip(sums, sizes, strict=True) if size and math.isfinite(size)}
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
 
 
 def _seeded(device: torch.device | str, seed: int) -> torch.Generator:

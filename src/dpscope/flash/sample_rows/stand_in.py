@@ -40,3 +40,7 @@ class NotFollowed(BaseException):
         self.modules = modules
         self.climb = climb
         self.strays = strays
+
+
+class Mismatch(NotFollowed):
+    """The taps of `modules` do something else than the modules do, as the self-test has found."""

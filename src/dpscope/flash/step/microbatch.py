@@ -178,6 +178,7 @@ def sum_parts(
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
         yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
+    batch, size = SumBatch([], [], None), 0
     for index, parameter in enumerate(parameters):
         if parts[index]:
             left, parts[index] = parts[index], ()
@@ -186,7 +187,14 @@ def sum_parts(
                 out = part.clipped_sum(scale, out)
             assert out is not None
             del left
-            yield SumBatch([parameter], [out], None)
+            batch.parameters.append(parameter)
+            batch.tensors.append(out)
+            size += 4 * parameter.numel()
+            if size >= group_bytes:
+                yield batch
+                batch, size = SumBatch([], [], None), 0
+    if batch.parameters:
+        yield batch
 
 
 def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:

@@ -188,12 +188,12 @@ FOLLOWED |= {
     "normalised rows": lambda: Owner(
         lambda m, x: F.linear(x, F.normalize(m.w, dim=-1)) * m.t.exp(), w=bare(3, WIDTH), t=bare()
     ),
+    "a layer's weight": lambda: Owner(lambda m, x: m.p * F.linear(x, m.inner.weight), p=bare(WIDTH), inner=layer()),
     "convolution": lambda: Owner(lambda m, x: F.conv1d(x.mT, m.w, m.b, padding=1).mT, w=bare(4, WIDTH, 3), b=bare(4)),
 }
 
 LEFT_TO_VMAP = {
     "time-major": lambda: Owner(lambda m, x: (x.mT.movedim(2, 0) * m.p).permute(1, 0, 2), p=bare(LENGTH, 1, WIDTH)),
-    "a layer's weight": lambda: Owner(lambda m, x: m.p * F.linear(x, m.inner.weight), p=bare(WIDTH), inner=layer()),
     "an autograd.Function": lambda: Owner(lambda m, x: OwnProduct.apply(x, m.p), p=bare(WIDTH)),
     "complex": lambda: Owner(
         lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), n=WIDTH), p=bare(4, 2)

@@ -7,11 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.accountants import create_accountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader
 
 from dpscope.flash import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.privacy_spent import continued, epsilon_of, steps_left
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd, step
 
 
@@ -147,3 +148,35 @@ def test_an_empty_draw_is_a_step_of_noise_for_a_model_that_cannot_take_it():
     model(x[:0]).square().sum().backward()
     model(x)  # closes the batch before it
     assert optimizer.engine.norms.numel() == 0
+
+
+# -- steps that a target ε allows --------------------------------------------------------------------------------------
+
+TARGET = {"noise_multiplier": 2.0, "sample_rate": 0.1, "epsilon": 3.0, "delta": 1e-5}
+
+
+@pytest.mark.parametrize("mechanism", ["rdp", "gdp"])
+@pytest.mark.parametrize("spent", [0, 5])
+def test_one_step_more_would_be_too_much(mechanism, spent):
+    accountant = create_accountant(mechanism)
+    accountant.history = [(2.0, 0.1, spent)] if spent else []
+    left = steps_left(accountant, **TARGET)
+    assert left > 0
+    for steps, fits in ((left, True), (left + 1, False)):
+        accountant.history = [(2.0, 0.1, spent + steps)]
+        assert (accountant.get_epsilon(1e-5) <= 3.0) == fits
+
+
+def test_a_spent_budget_allows_none():
+    accountant = create_accountant("rdp")
+    accountant.history = [(1.0, 0.1, 10_000)]
+    assert steps_left(accountant, **TARGET) == 0
+    assert steps_left(create_accountant("rdp"), **{**TARGET, "noise_multiplier": 0.0}) == 0
+
+
+@pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
+def test_epsilon_is_the_accountants_own(mechanism):
+    accountant = create_accountant(mechanism)
+    accountant.history = [(1.5, 0.02, 300)] if mechanism == "gdp" else [(1.5, 0.02, 300), (0.9, 0.05, 7)]
+    for delta in (1e-5, 1e-3):
+        assert epsilon_of(accountant, delta) == pytest.approx(accountant.get_epsilon(delta=delta), rel=1e-12)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.flash.sample_rows import rehearsal
+from dpscope.flash.sample_rows import self_test, tried_call
 from dpscope.flash.sample_rows.self_test import SelfTest
 from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
 from tests.unit.flash.live_bytes import LiveBytes
@@ -271,7 +271,7 @@ def test_a_checkpointed_layer_that_is_followed_takes_other_options():
 
 
 def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_largest_tensors(monkeypatch):
-    monkeypatch.setattr(rehearsal, "SLICE", 2**12)  # of outputs of half a million elements
+    monkeypatch.setattr(tried_call, "SLICE", 2**12)  # of outputs of half a million elements
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4096))
     ids = torch.randint(50, (2, 64))
     engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
@@ -288,3 +288,33 @@ def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_larg
 
     first, second = peak_of_a_step(), peak_of_a_step()
     assert first <= 1.05 * second  # the gradients that it compares are held besides
+
+
+# -- rounding
+
+
+class CastsInside(nn.Module):
+    """Autocast of its own, as Accelerate puts around a model's forward."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.first, self.last = blocks, nn.Linear(3, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.blocks(self._block, x).float()
+
+    def _block(self, x):
+        return self.last(self.first(x).tanh().mean(1)).float()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_rounding_of_an_autocast_inside_the_model_is_no_difference(reentrant):
+    def blocks(function, x):
+        return function(x) if reentrant is None else checkpoint(function, x, use_reentrant=reentrant)
+
+    exact = {torch.float32: (1e-6, 1e-9)}
+    with mock.patch.dict(self_test._SUMS, exact), mock.patch.dict(self_test._OUTPUTS, {torch.float32: 1e-7}):
+        model = CastsInside(blocks)
+        with FlashEngine(model, max_grad_norm=1.0):
+            model(torch.randn(4, 6, 3).requires_grad_()).square().sum(1).mean().backward()

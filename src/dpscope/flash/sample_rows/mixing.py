@@ -1,0 +1,278 @@
+"""Do samples mix? Asked of the untouched model, by running it on other samples and comparing its outputs.
+
+Row b of the output may depend on sample b alone: not on the others in its batch, not on their number, and not on
+samples of an earlier step. Each question is asked by two runs without gradients that differ in one thing, from the
+same random state. Random states, buffers and attributes of the model are put back.
+
+The first time the model is called in some way, all questions are asked on a quarter of the batch: several times with
+other orders of the samples and other random numbers, and with parameters that are zero set to others, because a gate
+that is closed at first hides what it multiplies. Later passes are looked at now and then (schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gates, untouched
+from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.sample_rows.tried_call import ADVICE, RANDOM, RootCall, TriedCall, apart_from, is_coarse
+from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
+from dpscope.flash.torch_side.module_state import ModuleState
+
+DRAWS = 3
+"""Other orders of samples, and other random numbers, that the first batch is tried with."""
+_FULL_PRECISION = {torch.float32, torch.float64}
+
+
+class Mixing(TriedCall):
+    """The questions about one call.
+
+    alone  gives a context in which the model runs without taps, and without other processes
+    gates  parameters that are set to other values where they are zero
+    """
+
+    def __init__(
+        self,
+        call: RootCall,
+        model: nn.Module,
+        alone: Callable[[], AbstractContextManager[None]],
+        *,
+        gates: Collection[nn.Parameter],
+        in_any_dim: bool,
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
+        self.alone, self.gates = alone, gates
+        self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
+
+    def has_different_samples(self) -> bool:
+        """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
+        sampled = self.sampled_leaves()
+        leaves = [leaf for leaf in leaves_in(self.call) if id(leaf) in sampled]
+        dense = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in dense]
+        # Packed and sparse ones are not looked into.
+        return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
+
+    def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
+        output = self.run_on(index, self.alone(), seed=seed, altered=altered)
+        return [leaf.detach().clone() for leaf in tensors_in(output)]
+
+    # -- other samples -----------------------------------------------------------------------------------------------
+
+    def draw(self) -> None:
+        """Refuse samples that mix, as far as several draws show it. Sets `shared` to the reading that fits."""
+        self.look_again()
+        self._draw_others()
+        self._compare_sizes()
+        if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
+            self._look_at_parts()
+
+    def look_again(self) -> None:
+        """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
+        refusals: list[Exception] = []
+        for _ in self.readings():
+            rows = self.rows()
+            try:
+                self._compare_rows(rows, None, (0, len(rows) - 1))
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def _draw_others(self) -> None:
+        """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
+        for number in range(DRAWS):
+            seed, rows = RANDOM.getrandbits(31), self.rows()
+            order = RANDOM.sample(rows, len(rows))
+            self.across = torch.tensor(order) if len(order) == self.batch else None
+            with opened_gates(self.gates) if number else nullcontext():
+                try:
+                    self._compare_rows(order, seed)
+                except (UserError, NotFollowed, torch.OutOfMemoryError):
+                    raise
+                except Exception:  # a model that asks for samples in a given order, say sorted by length
+                    self.across = None
+                    self._compare_rows(rows, seed)
+                finally:
+                    self.across = None
+
+    def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
+        """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
+        with untouched(self.model):
+            before = self._outputs(index, seed)
+        for place in places or [RANDOM.randrange(len(index))]:
+            others = [row for row in range(self.batch) if row not in index]
+            others = others or [row for row in index if row != index[place]]
+            with untouched(self.model):
+                after = self._outputs([*index[:place], RANDOM.choice(others), *index[place + 1 :]], seed)
+            if [each.shape for each in before] != [each.shape for each in after]:
+                return
+            kept = torch.tensor([row for row in range(len(index)) if row != place])
+            for first, second in zip(before, after, strict=True):
+                dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
+                if dims and all(apart_from(first, second, dim, kept) for dim in dims):
+                    raise mixing_found(self.batch)
+
+    # -- their number ------------------------------------------------------------------------------------------------
+
+    def _compare_sizes(self) -> None:
+        """Refuse a model whose output for a sample depends on how many there are: one that divides by their number.
+
+        The dimension of an output that has fewer entries for fewer samples is that of the samples.
+
+        Every row has to differ. Where random numbers are drawn they are others for fewer samples: nothing is said then.
+        """
+        rows = self.rows()
+        fewer = rows[: len(rows) // 2]
+        with untouched(self.model):
+            many = self._outputs(rows, 1)
+        try:
+            with untouched(self.model):
+                few = self._outputs(fewer, 1)
+        except torch.OutOfMemoryError:
+            raise
+        except (Exception, NotFollowed):  # it takes no fewer
+            return
+        sizes = len(fewer), len(rows)
+        if len(few) == len(many):
+            self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
+        if any(self._every_row_differs(*both, *sizes) for both in zip(few, many, strict=False)):
+            with untouched(self.model):
+                again = self._outputs(rows, 2)
+            if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
+                raise UserError(
+                    f"what the model gives for a sample depends on how many samples are in its batch ({sizes[0]} of "
+                    f"{sizes[1]} alone give something else): no sample has a gradient of its own. Divide by a fixed "
+                    "number, or leave the mean over samples to the loss"
+                )
+
+    def _every_row_differs(self, few: Tensor, many: Tensor, fewer: int, rows: int) -> bool:
+        dim = _dim_of_samples(few, many, fewer, rows)
+        if dim is None or not few.is_floating_point() or not few.numel():
+            return False
+        a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (few, many))
+        if a.shape[1] != b.shape[1]:
+            return False
+        apart, size = (torch.linalg.vector_norm(each.float(), dim=1) for each in (a - b[:fewer], b[:fewer]))
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if is_coarse(few) or not dtypes <= _FULL_PRECISION:
+            return bool((apart > 0.1 * size).all())
+        told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).float())  # what tells one sample from another
+        return bool((apart > torch.maximum(1e-3 * told_apart, 1e-5 * size)).all())
+
+    # -- outputs without rows ----------------------------------------------------------------------------------------
+
+    def _look_at_parts(self) -> None:
+        """Refuse outputs without a dimension of samples if each part of them is made of two samples.
+
+        A list of samples is found so, whose first one has rows that are no samples.
+        """
+        runs = [self._whole_outputs(row) for row in (None, 0, self.batch - 1)]
+        if len({tuple(each.shape for each in run) for run in runs}) > 1:
+            return
+        for before, first, last in zip(*runs, strict=True):
+            if not any(_apart(before, first, last, dim) for dim in range(before.dim())):
+                raise UserError(
+                    f"the model was taken to be called with {self.batch} samples, but gives a tensor of shape "
+                    f"{tuple(before.shape)}, each part of which depends on several of them: its samples are not the "
+                    f"rows of its first argument (is it a list of samples?), or they mix. {ADVICE}"
+                )
+
+    def _whole_outputs(self, row: int | None) -> list[Tensor]:
+        """Return the real outputs with at least one dimension, sample `row` replaced."""
+        with untouched(self.model):
+            found = self._outputs(None if row is None else replaced(self.batch, row), None)
+        return [value for value in found if value.dim() and value.is_floating_point()]
+
+    # -- earlier steps -----------------------------------------------------------------------------------------------
+
+    def find_carried_state(self) -> None:
+        """Refuse a model that keeps something of its samples for the next step, wherever it keeps it.
+
+        It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
+        judged elsewhere, and put back in between.
+        """
+        rows = self.rows()
+        seen = []
+        for altered in (False, True):
+            with untouched(self.model):
+                with buffers_put_back(self.model):
+                    first = rows if self.batch == 1 or not altered else self._shifted(rows)
+                    self._outputs(first, 1, altered=altered and self.batch == 1)
+                seen.append(self._outputs(rows, 2))
+        whole = torch.arange(len(rows))
+        for before, after in zip(*seen, strict=False):
+            if before.shape != after.shape:
+                continue
+            dim = next((dim for dim, size in enumerate(before.shape) if size == len(rows)), None)
+            if dim is not None and apart_from(before, after, dim, whole):
+                self._refuse_carried(rows)
+
+    def _shifted(self, rows: list[int]) -> list[int]:
+        """Return as many other samples; not all of them in another order, which a mean would not show."""
+        others = [(row + 1) % self.batch for row in rows]
+        return [others[1], *others[1:]] if len(rows) == self.batch else others
+
+    def _refuse_carried(self, rows: list[int]) -> None:
+        with untouched(self.model):
+            state = ModuleState(self.model)
+            self._outputs(rows, 1)
+            names = sorted(state.take_changes())
+        where = f"in {', '.join(names[:3])}" if names else "outside of its modules"
+        raise UserError(
+            f"the model keeps something of its samples from one step to the next ({where}): samples of one step would "
+            "reach the next without noise. Reset it in forward, or detach it from training"
+        )
+
+    def watch_with_others(self, note: Callable[[], Any]) -> list[Any]:
+        """Return what `note` gives after runs as it is, and with the first and the last sample replaced."""
+        found = []
+        for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
+            with untouched(self.model):
+                alone = self.batch == 1 and row is not None
+                self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
+                found.append(note())
+        return found
+
+
+def replaced(batch: int, row: int) -> list[int]:
+    """Return indices of samples, that of `row` replaced by its neighbour."""
+    index = list(range(batch))
+    index[row] = 1 if row == 0 else row - 1
+    return index
+
+
+def mixing_found(batch: int) -> UserError:
+    """Return the refusal of a model whose samples mix."""
+    return UserError(
+        f"in a batch of {batch} samples, what the model gives for one sample changes with the others: "
+        f"samples mix in its forward, so no sample has a gradient of its own. {ADVICE}"
+    )
+
+
+def _dim_of_samples(few: Tensor, many: Tensor, fewer: int, rows: int) -> int | None:
+    """Return the first dimension with an entry for each sample: it has `rows` entries, and `fewer` for fewer."""
+    if few.dim() != many.dim():
+        return None
+    both = enumerate(zip(few.shape, many.shape, strict=True))
+    return next((dim for dim, sizes in both if sizes == (fewer, rows)), None)
+
+
+def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
+    """Return whether no part along `dim` depends on both the first and the last sample."""
+    of_first, of_last = (
+        (other.nan_to_num() != plain.nan_to_num()).movedim(dim, 0).flatten(1).any(1)
+        if plain.dim() > 1
+        else other.nan_to_num() != plain.nan_to_num()
+        for other in (first, last)
+    )
+    return not bool((of_first & of_last).any())

@@ -1,0 +1,171 @@
+"""One call of the model, to be tried out with other samples: which arguments hold samples, and which samples to try."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.random_states import cuda_devices, seed_all
+
+ADVICE = (
+    "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
+    "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
+    "argument is not what has a row for each sample, give batch_size_of"
+)
+
+MOST_SHARE = 4
+"""Of the batch, a quarter is looked at where all of it need not be."""
+SLICE = 2**22
+"""Elements of outputs that are compared at a time."""
+RANDOM = random.Random()
+
+# How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
+# become all ones), which rounds differently.
+_ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_ROW_TOLERANCE = 5e-2
+
+
+class RootCall(NamedTuple):
+    """A call of the model's forward with `batch` samples. `compiled`: what is really called, if not the forward."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    compiled: Callable[..., Any] | None = None
+
+
+class TriedCall:
+    """A call that is run on chosen samples, without gradients.
+
+    running     a context for each run
+    in_any_dim  whether an argument may have its samples in another dimension than the first
+    shared      places of tensors, among the call's, that have as many rows as there are samples by chance
+    """
+
+    def __init__(
+        self,
+        call: RootCall,
+        model: nn.Module,
+        *,
+        in_any_dim: bool,
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
+        self.model = model
+        self.shared = shared
+        self.in_any_dim = in_any_dim
+        self.forward, self.batch = call.forward, call.batch
+        self.call = call.args, call.kwargs
+        self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
+        self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
+
+    def rows(self) -> list[int]:
+        """Return some of the samples: a quarter, or all where an argument relates samples to one another."""
+        sampled = self.sampled_leaves()
+        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
+        # Sizes of which it cannot be told that they have nothing to do with the number of samples.
+        if not sampled or any(self.batch in _without(leaf.shape, sampled.get(id(leaf))) for leaf in leaves):
+            return list(range(self.batch))
+        count = min(self.batch, max(2, self.batch // MOST_SHARE))
+        return sorted(RANDOM.sample(range(self.batch), count))
+
+    def sampled_leaves(self) -> dict[int, int]:
+        """Return the arguments that hold a row for each sample: their id -> dimension."""
+        leaves = [leaf for place, leaf in enumerate(leaves_in(self.call)) if place not in self.shared]
+        found = {id(leaf): 0 for leaf in leaves if rows_of(leaf) == self.batch}
+        if found or not self.in_any_dim:
+            return found
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self.batch in leaf.shape]
+        return {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
+
+    def readings(self) -> Iterator[None]:
+        """Set `shared` to what it may be, in turn: no argument, one, or all but the first (masks, tables)."""
+        sampled = self.sampled_leaves()
+        places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
+        given = self.shared
+        for more in dict.fromkeys([frozenset[int](), *(frozenset([place]) for place in places), frozenset(places)]):
+            self.shared = given | more
+            self.sampled = self.sampled_leaves()
+            yield
+        self.shared, self.sampled = given, sampled
+
+    def run_on(
+        self,
+        index: list[int] | None,
+        running: AbstractContextManager[None],
+        *,
+        altered: bool = False,
+        seed: int | None = None,
+    ) -> Any:
+        """Run the forward on the samples `index` (None: all, in order), inside `running`; return its output.
+
+        altered  on other samples, made of them
+        seed     of the random numbers that it draws; None: those of the step
+        """
+        rows = torch.tensor(range(self.batch) if index is None else index)
+
+        def chosen(leaf: Leaf) -> Leaf:
+            if id(leaf) in self.sampled:
+                place = self.sampled[id(leaf)]
+                leaf = take(leaf, rows, place)
+                if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
+                    leaf = _across(leaf, self.across, place)
+                return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = replace_leaves(self.call, chosen)
+        if seed is not None:
+            seed_all(seed, cuda_devices(self.model))
+        with running, torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            return self.forward(*args, **kwargs)
+
+
+def _without(shape: torch.Size, dim: int | None) -> list[int]:
+    return [size for axis, size in enumerate(shape) if axis != dim]
+
+
+def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
+    """Return the leaf with its other dimensions of as many entries in that order: what relates samples."""
+    for dim, size in enumerate(leaf.shape):
+        if dim != place and size == len(order):
+            leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
+    return leaf
+
+
+def _altered(leaf: Tensor) -> Tensor:
+    """Make another sample of the same shape."""
+    return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
+
+
+def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
+    """Return whether these rows differ by more than rounding."""
+    if not a.is_floating_point():
+        return any(not torch.equal(x, y) for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True))
+    largest = max((float(x.abs().nan_to_num(0).amax()) for x in slices(a, dim, rows) if x.numel()), default=0.0)
+    tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * largest
+    return any(
+        not bool(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all())
+        for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
+    )
+
+
+def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
+    """Yield these rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
+    tensor = tensor.movedim(dim, 0)
+    for group in torch.split(rows, max(1, SLICE // max(1, tensor[:1].numel()))):
+        part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
+        yield from torch.split(part.reshape(-1), SLICE)
+
+
+def is_coarse(tensor: Tensor) -> bool:
+    """Return whether products that lead to the tensor may be rounded to less than its dtype: autocast, TF32."""
+    reads_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return torch.is_autocast_enabled(tensor.device.type) or (tensor.is_cuda and reads_tf32)

@@ -1,0 +1,186 @@
+"""Per-sample gradients of convolutions without patches: values, norms, products with a basis, and clipped sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.flash.kernels import conv_products as module
+from dpscope.flash.kernels.conv_products import (
+    ConvProduct,
+    ConvTiles,
+    Geometry,
+    conv_products,
+    conv_sum,
+    default_tiles,
+    serves_conv,
+)
+from dpscope.flash.layers import conv as layer
+from dpscope.flash.layers.row_derivatives import Derived
+from dpscope.vocabulary import families
+from dpscope.vocabulary.launches import hearing
+from tests.unit.flash.agreement import CLIPPING, PATHS, assert_exact
+from tests.unit.flash.flash_models import sine_losses
+from tests.unit.flash.kernels.conv_cases import CASES, exact, operands
+
+TILES = [None, ConvTiles(16, 32, 16, 1, 1)]
+
+
+@pytest.fixture
+def kernels(backend: str) -> None:
+    if backend != "triton":
+        pytest.skip("the kernels have no other backend: callers unfold patches")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_values_norms_and_sums_are_those_of_autograd(name: str, tiles: ConvTiles | None) -> None:
+    x, g, geometry, shape = operands(name)
+    truth = exact(x, g, geometry, shape)
+    product = ConvProduct(x, g, geometry, in_tf32=False, tiles=tiles)
+    values, parts = conv_products(product, torch.float32)
+    torch.testing.assert_close(values.view_as(truth).double(), truth, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(parts.sum(1), values.double().square().sum((1, 2)), rtol=2e-6, atol=0)
+    assert torch.equal(conv_products(product, None)[1], parts)
+    scale = torch.tensor([0.25, 3.0, 1e-6])
+    torch.testing.assert_close(
+        conv_sum(product, scale).view(shape).double(), torch.einsum("b,b...->...", scale.double(), truth),
+        rtol=1e-5, atol=5e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["three by three", "odd"])
+def test_products_with_a_basis_are_those_of_the_stored_values(name: str) -> None:
+    x, g, geometry, shape = operands(name)
+    basis = torch.randn(2, shape[0], torch.Size(shape[1:]).numel())
+    product = ConvProduct(x, g, geometry, in_tf32=False, tiles=ConvTiles(16, 32, 16, 1, 1))
+    values, parts = conv_products(product, torch.float32, basis=basis)
+    rows = values.double()
+    expected = torch.stack([rows.square().sum(2), *((rows * e.double()).sum(2) for e in basis)], 1)
+    torch.testing.assert_close(parts.sum(1), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["one element", "three by three"])
+def test_layouts_and_half_precision(name: str) -> None:
+    """Norms are of the rounded values. (The interpreter truncates to bfloat16.)"""
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x, g, geometry, shape = operands(name, dtype=torch.bfloat16)
+        x, g = (each.to(memory_format=layout) for each in (x, g))
+        values, parts = conv_products(ConvProduct(x, g, geometry, in_tf32=False), torch.bfloat16)
+        torch.testing.assert_close(values.view(-1, *shape).double(), exact(x, g, geometry, shape), rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(parts.sum(1), values.double().square().sum((1, 2)), rtol=2e-6, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_every_finite_value_has_its_square() -> None:
+    x, g, geometry, _ = operands("three by three", batch=5)
+    sizes = torch.tensor([1e-17, 1e-12, 1.0, 1e12, 1e19])
+    x, g = (each * sizes.view(-1, 1, 1, 1) for each in (x, g))
+    values, parts = conv_products(ConvProduct(x[:4], g[:4], geometry, in_tf32=False), torch.float32)
+    expected = values.double().square().sum((1, 2))
+    assert (expected > 0).all()
+    torch.testing.assert_close(parts.sum(1), expected, rtol=2e-6, atol=0)
+    g[2, 0, 0, 0] = torch.nan
+    g[1, 0, 0, 0] = torch.inf
+    _, parts = conv_products(ConvProduct(x, g, geometry, in_tf32=False), None)
+    assert parts.sum(1).isfinite().tolist() == [True, False, False, True, False]  # the last overflows float32
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_sample_without_a_factor_has_no_share_in_a_sum() -> None:
+    x, g, geometry, shape = operands("three by three", batch=5)
+    truth = exact(x, g, geometry, shape)
+    x[1], g[3] = torch.nan, torch.inf
+    scale = torch.tensor([1.0, 0.0, 2.0, torch.nan, 2.0**-101])
+    total = conv_sum(ConvProduct(x, g, geometry, in_tf32=False), scale).view(shape)
+    torch.testing.assert_close(total.double(), truth[0] + 2 * truth[2], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_a_sum_does_not_depend_on_how_the_batch_is_divided(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    x, g, geometry, shape = operands("odd", batch=7)
+    scale = torch.rand(7)
+    total = conv_sum(ConvProduct(x, g, geometry, in_tf32=False), scale).view(shape)
+    expected = torch.einsum("b,b...->...", scale.double(), exact(x, g, geometry, shape))
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_launches_are_announced() -> None:
+    x, g, geometry, _ = operands("one element")
+    heard = []
+    with hearing(heard.append):
+        product = ConvProduct(x, g, geometry, in_tf32=False)
+        values, parts = conv_products(product, torch.float32)
+        conv_sum(product, torch.rand(3))
+    products, sums = heard
+    assert (products.name, products.family) == ("_conv_products_kernel", families.GEMM)
+    assert [t.data_ptr() for t in products.writes] == [parts.data_ptr(), values.data_ptr()]
+    assert products.flops == sums.flops == 2 * 3 * 35 * 6 * 9
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.weight.flatten(1)
+        flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
+        return F.conv2d(x, flat.view_as(self.weight), self.bias, self.stride, self.padding)
+
+
+@pytest.fixture
+def engines_use_kernels(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serves(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
+        return x.dtype != torch.float64 and serves_conv(x, g, geometry, backend="triton")
+
+    monkeypatch.setattr(layer, "serves_conv", serves)
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+@pytest.mark.parametrize("in_tf32", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_an_engine_that_uses_the_kernels_is_exact(
+    path: str | None, in_tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths differ where operands may be rounded; the interpreter rounds none."""
+    monkeypatch.setattr(layer, "cudnn_in_tf32", lambda device, operator: in_tf32)
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 4, 1, 2), nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, 1, 1, groups=4),
+    )  # fmt: skip
+    engine = assert_exact(model, {"x": torch.randn(3, 2, 9, 7)}, sine_losses, path=path)
+    if path == "gram":
+        reason = engine.slot(model[0].weight).why
+        assert ("gram was asked for" in str(reason)) is in_tf32
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+@pytest.mark.parametrize("path", ["direct", "keep"])
+def test_gradients_of_a_derived_weight_are_never_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(StandardisedConv(3, 8, 3, 2, 1), nn.ReLU(), StandardisedConv(8, 4, 3, 1, 1))
+    monkeypatch.setattr(Derived, "materialise", None)
+    for clipping in CLIPPING:
+        assert_exact(model, {"x": torch.randn(5, 3, 6, 5)}, sine_losses, path=path, clipping=clipping)
+
+
+def test_what_is_not_served(backend: str) -> None:
+    x, g, geometry, _ = operands("three by three")
+    assert serves_conv(x, g, geometry, backend=backend) is (backend == "triton")
+    assert not serves_conv(x, g, geometry)  # on a CPU
+    for no in ((x.double(), g.double()), (x, g.bfloat16()), (x[:0], g[:0])):
+        if backend == "triton":
+            with pytest.raises(ValueError, match="does not serve"):
+                serves_conv(*no, geometry, backend=backend)
+        else:
+            assert not serves_conv(*no, geometry, backend=backend)
+
+
+def test_tiles_leave_little_empty() -> None:
+    assert default_tiles(64, 147, 4)[:2] == (64, 64)
+    assert default_tiles(512, 4608, 2)[:2] == (128, 128)
+    assert default_tiles(4, 36, 4)[:2] == (16, 64)
