@@ -152,8 +152,7 @@ class UnitCheck:
             if values and _distance(mine, once) > tolerance * _size(once):
                 raise self.tap.does_not_fit(
                     f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
-                    "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
-                    "argument; replace it by a module that treats samples apart"
+                    "or has them in another dimension; replace it by a module that treats samples apart"
                 )
 
     # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------

@@ -248,8 +248,7 @@ class ForwardPasses:
             self._warned_of_others = True
             warnings.warn(
                 "the model was called again before a backward pass, with other data: row b of both calls is taken to "
-                "be the same sample, as in two views of it. If these are two batches, call backward() after each: two "
-                "samples that are clipped as one may each move the sum by 2C",
+                "be the same sample, as in two views of it. If these are two batches, call backward() after each",
                 stacklevel=8,
             )
 
@@ -346,9 +345,8 @@ class ForwardPasses:
             return size
         if known is None:
             raise UserError(
-                f"{tap.name} was called outside of the model's own forward: the number of samples is not known; "
-                "call the model itself, or say it with batch_size_of (of FlashEngine or make_private), which is then "
-                "asked with the args and kwargs of each layer called so"
+                f"{tap.name} was called outside of the model's own forward, so the number of samples is not known: "
+                "call the model itself, or give batch_size_of, a function of the layer's args and kwargs"
             )
         return known
 

@@ -190,9 +190,8 @@ class RehearsedCalls:
         if not self._warned_of_ways:
             self._warned_of_ways = True
             warnings.warn(
-                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes. Each new "
-                "one is tried out before it is trained on, for samples may mix in it, and that takes longer than a "
-                "step: give it numbers that change from step to step as tensors",
+                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes, and each "
+                "new one is verified, which is slow: give it numbers that change from step to step as tensors",
                 stacklevel=2,
             )
 
