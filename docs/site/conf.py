@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import os
 import re
 import sys
@@ -51,11 +50,8 @@ extensions = [
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks carry their outputs
 
-# The public names are loaded when they are asked for; autodoc reads only those that are there.
-for name in ("dpscope", "dpscope.flash"):
-    module = importlib.import_module(name)
-    vars(module).update({public: getattr(module, public) for public in module.__all__})
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # attributes as a list, like arguments
 autodoc_inherit_docstrings = False  # those of torch and Opacus are in another form
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80  # longer ones have a line for each argument

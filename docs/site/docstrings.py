@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 TERM = re.compile(r"(?P<term>\w[\w, ]*?) {2,}(?P<meaning>\S.*)")
@@ -42,6 +43,14 @@ def rewrite(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: 
     lines[:] = restructured(list(lines))
 
 
+def set_dashes(app: Sphinx, page: nodes.document) -> None:
+    """Put a dash between an argument and its description, where Sphinx counts on smart quotes to do so."""
+    for text in list(page.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", rewrite)
+    app.connect("doctree-read", set_dashes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dpscope.audit.check import check_loop
     from dpscope.audit.loop import Loop
     from dpscope.comparison import Comparison, compare
+    from dpscope.errors import UserError
     from dpscope.exactness.check import check
     from dpscope.forecast.physical_batch import find_physical_batch
     from dpscope.forecast.plan import plan
@@ -26,6 +27,7 @@ _HOMES = {
     "Comparison": "dpscope.comparison",
     "Loop": "dpscope.audit.loop",
     "RunSpec": "dpscope.runner.spec",
+    "UserError": "dpscope.errors",
     "Workload": "dpscope.workloads.workload",
     "check": "dpscope.exactness.check",
     "check_loop": "dpscope.audit.check",
@@ -40,6 +42,7 @@ __all__ = [
     "Comparison",
     "Loop",
     "RunSpec",
+    "UserError",
     "Workload",
     "__version__",
     "check",

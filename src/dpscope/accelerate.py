@@ -73,9 +73,9 @@ def prepare_private(
         model: The model, not yet prepared.
         optimizer: Its optimizer, not yet prepared.
         data_loader: An ordinary loader over the whole data set, with the batch size of all processes together.
-        privacy_engine: One to go on with; a new one by default.
-        privacy: Arguments of `PrivacyEngine.make_private` (`noise_multiplier`, `max_grad_norm`, `pad_batches`, …); with
-            `target_epsilon`, those of `make_private_with_epsilon`.
+        privacy_engine: The engine to use. Default: a new one.
+        **privacy: Arguments of `PrivacyEngine.make_private` (`noise_multiplier`, `max_grad_norm`, `pad_batches`, …);
+            with `target_epsilon`, those of `make_private_with_epsilon`.
 
     Returns:
         The model, the optimizer and the loader for the training loop, and the privacy engine, which knows ε.
@@ -84,8 +84,10 @@ def prepare_private(
         UserError: Accelerate is set to something that cannot be private: fp16, accumulation, DeepSpeed, FSDP1.
 
     Example:
+        >>> from accelerate import Accelerator
+        >>> from dpscope.accelerate import prepare_private
         >>> model, optimizer, loader, engine = prepare_private(
-        ...     accelerator, model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ...     Accelerator(), model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0
         ... )
     """
     _refuse(accelerator, model, optimizer, data_loader)
@@ -108,9 +110,8 @@ def _refuse(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> 
         )
     if accelerator.gradient_accumulation_steps > 1:
         raise UserError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up batches that are whole "
-            "Poisson draws each: give the loader the logical batch size, and pad_batches=SIZE for physical batches of "
-            "that size"
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up whole Poisson draws: give "
+            "the loader the logical batch size, and pad_batches=SIZE for physical batches"
         )
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (plugin is not None and plugin.fsdp_version != 2):
         raise UserError(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Results side by side, with `standard` as the denominator. `print(comparison)` shows the table.
+    """Results side by side, relative to `standard`. `print(comparison)` shows the table.
 
     Args:
         results: The results, one for each method, size and instrument.
@@ -48,8 +48,8 @@ class Comparison:
         skipped: Files in the folder that are no results, with the reason.
 
     Example:
-        >>> comparison = dpscope.Comparison.read("results")
-        >>> comparison.to_pandas()[["method", "time_ratio", "memory_ratio"]]
+        >>> comparison = dpscope.Comparison.read(folder)
+        >>> print(comparison.to_pandas()[["method", "time_ratio", "memory_ratio"]])
     """
 
     results: list[Result]
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """A row for each method at each size, with what every instrument measured of it."""
+        """Rows of the table, one for each method at each size, with the figures of all instruments."""
         return self.report.rows
 
     @property
@@ -95,25 +95,25 @@ class Comparison:
         return cls(results, folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a record for each method at each size; units are in the columns' names."""
+        """Return a DataFrame with a record for each method at each size; columns name their units."""
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write what `to_pandas()` gives."""
+        """Write the records of `to_pandas()` to the file `path`."""
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
-        """Return LaTeX tables (booktabs) of time and peak memory, and of components where they were measured."""
+        """Return LaTeX tables (booktabs) of time and peak memory, and of components if they were measured."""
         return to_latex(self.rows)
 
     def against(self, before: Comparison | Path | str) -> Against:
-        """Compare with an earlier sweep: `print` the result, or take its `pairs` or `to_pandas()`."""
+        """Return what changed since `before`, an earlier comparison or its folder: `print` it, or use `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything for a script; docs/schemas/compare.json describes it."""
+        """Return everything as plain data; docs/schemas/compare.json describes it."""
         return {
             "document": "dpscope.compare",
             "version": 1,
@@ -128,7 +128,7 @@ class Comparison:
         return f"<Comparison of {len(self.rows)} rows in {self.folder}: print it, or take to_pandas()>"
 
     def _repr_html_(self) -> str:
-        """Show the table in a notebook, and below it what it says."""
+        """Show the table in a notebook, with its conclusions below."""
         columns = [*export.IDENTITY, "status", "time_median_ms", "time_ratio", "peak_memory_bytes", "memory_ratio"]
         frame = self.to_pandas()
         frame = frame[[name for name in columns if name in frame]]
@@ -137,7 +137,7 @@ class Comparison:
         return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in said)
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
-        """Return the table and what it says, for a console of `width` columns."""
+        """Return the table and its conclusions, for a console of `width` columns."""
         return summary(self.report, width=width)
 
     def __str__(self) -> str:
@@ -173,12 +173,12 @@ def compare(
 
     Args:
         workload: A preset ("tiny", "hf:gpt2"), a config (`make_config`), "FILE.py:function", or a function at the top
-            level of a file that returns a `Workload`. Or a list of run specs, which are measured as they are.
+            level of a file that returns a `Workload`. Or a list of run specs.
         out: The folder for results and reports; by default a new one below `dpscope-results`.
         resume: Keep finished rows of the folder.
         overwrite: Remove earlier results and reports of the folder first.
         limits: Time and memory that a row may take.
-        observer: Is told what is measured now and what it gave.
+        observer: Object whose methods are called with each spec that starts and each result.
         **sweep: `methods`, `batch_size`, `seq_len` (each a value or a list), `instruments` (names, or "all"), `device`,
             `options` (instrument -> option -> value), and any setting of a row: `dtype`, `compile`, `steps`, …
 

@@ -91,7 +91,7 @@ def _refused_by_system(error: OSError) -> str:
 
 
 def _stdout_is_broken() -> bool:
-    """Tell if standard output is broken, by writing an empty line: an error in writing names no stream."""
+    """Return whether standard output is broken, by writing an empty line: an error in writing names no stream."""
     try:
         print(flush=True)
     except OSError:

@@ -1,8 +1,16 @@
-"""The one exception for mistakes of the person at the keyboard: shown as a sentence, never as a traceback."""
+"""Errors: one for mistakes of the user, which the command line shows without a traceback, and failures of a row."""
 
 
 class UserError(ValueError):
-    """Mistake of the user: what happened, what was expected, what to type next. The command line exits with 2."""
+    """Error for a mistake of the user. The message says what is wrong and what to do; the command line exits with 2.
+
+    Example:
+        >>> try:
+        ...     dpscope.make_config("no-such-model")
+        ... except dpscope.UserError as error:
+        ...     print(str(error).split(":")[0])
+        unknown model 'no-such-model'
+    """
 
 
 class MeasurementFailed(Exception):
@@ -10,7 +18,7 @@ class MeasurementFailed(Exception):
 
 
 class RankEnded(MeasurementFailed):
-    """A rank of a row ended without figures; `status` is the row's."""
+    """End of a rank without figures; `status` becomes the row's."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)

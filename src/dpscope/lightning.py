@@ -25,16 +25,21 @@ class PrivateTraining(Callback):
 
     Args:
         max_grad_norm: The bound C on each sample's gradient.
-        noise_multiplier: The noise of a step divided by C; or `target_epsilon` with `target_delta`, for all epochs.
-        target_delta: The δ at which `get_epsilon` tells ε, and at which it is logged.
-        module: Name of the module that training_step calls with a batch; by default the only child that is trained, or
-            the LightningModule itself, whose training_step then has to call `self(x)`.
+        target_delta: The δ of the ε that is logged, below 1 / number of samples.
+        noise_multiplier: The noise of a step divided by C.
         target_epsilon: The ε that all epochs together may spend, instead of `noise_multiplier`.
-        options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+        module: Name of the module that training_step calls with a batch. Default: the only child that is trained, or
+            else the LightningModule itself, whose training_step then has to call `self(x)`.
+        **options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+
+    Raises:
+        UserError: Both of `noise_multiplier` and `target_epsilon` are given, or neither.
 
     Example:
-        >>> private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
-        >>> Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
+        >>> from lightning.pytorch import Trainer
+        >>> from dpscope.lightning import PrivateTraining
+        >>> private = PrivateTraining(target_epsilon=3.0, target_delta=1e-3, max_grad_norm=1.0)
+        >>> Trainer(max_epochs=1, callbacks=[private]).fit(module, loader)  # doctest: +SKIP
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class PrivateTraining(Callback):
         self.privacy_engine = PrivacyEngine()
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
         if not self.privacy_engine.accountant.history:
             return 0.0
         return float(self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta))
@@ -188,8 +193,8 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     ),
     (
         lambda trainer, _: trainer.accumulate_grad_batches != 1,
-        "accumulate_grad_batches adds up batches that are whole Poisson draws each: give the loader the logical batch "
-        "size, and pad_batches=SIZE for physical batches of that size",
+        "accumulate_grad_batches adds up whole Poisson draws: give the loader the logical batch size, and "
+        "pad_batches=SIZE for physical batches",
     ),
     (
         lambda trainer, _: str(trainer.precision).startswith("16"),

@@ -1,4 +1,4 @@
-"""Numbers that people give, checked once where they come in: finite, in a range that means something, plain types.
+"""Checks of the user's numbers: finite, in a sensible range, and returned as plain types.
 
 NumPy's scalars are numbers; `True` and NaN are not. A check is called with a value and returns it as `int` or `float`,
 or raises `UserError` with a sentence.
@@ -33,7 +33,7 @@ class WholeNumber:
 
 @dataclass(frozen=True)
 class RealNumber:
-    """A check for finite numbers from `least` to `most`; zero passes where `zero` says so."""
+    """A check for finite numbers from `least` to `most`, and for zero if `zero` is set."""
 
     what: str
     least: float

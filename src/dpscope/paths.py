@@ -15,7 +15,7 @@ SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
 
 
 def is_own_source(file: str) -> bool:
-    """Tell if a file is one of dpscope's; dpscope_experiments.py beside the package is not."""
+    """Return whether a file is one of dpscope's; dpscope_experiments.py beside the package is not."""
     return file.startswith(f"{PACKAGE}{os.sep}")
 
 
@@ -53,7 +53,7 @@ def _bases() -> Iterable[Path]:
 
 
 def _is_above_homes(folder: Path) -> bool:
-    """Tell if a path from there would name a home directory on the way."""
+    """Return whether a path from there would name a home directory on the way."""
     return folder in (Path("/"), *FOLDERS_OF_HOMES) or any(
         folder != home and home.is_relative_to(folder) for home in _homes()
     )

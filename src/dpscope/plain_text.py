@@ -80,7 +80,7 @@ class Bars:
 
     @property
     def one(self) -> float:
-        """Cells for 1.00×: whole ones wherever the largest ratio leaves room for that, so that the mark is sharp."""
+        """Cells for 1.00×, a whole number of them if there is room, so that the mark is sharp."""
         exact = self.cells / self.largest
         return float(int(exact)) if exact >= 1 else exact
 

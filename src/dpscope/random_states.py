@@ -43,7 +43,7 @@ class RandomStates(NamedTuple):
 
 @contextmanager
 def random_states_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Afterwards random states are what they were before."""
+    """Restore random states after the block."""
     before = RandomStates.now(devices)
     try:
         yield

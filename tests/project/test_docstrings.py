@@ -1,40 +1,24 @@
-"""Docstrings begin with a verb or with what they name, and the public ones say all that a caller needs."""
+"""Docstrings begin with a verb or with what they name."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-import dpscope
 from tests import ROOT
 
 PACKAGE = ROOT / "src" / "dpscope"
-LENIENT = ("flash",)  # functions there may begin with a noun until all are rewritten
 VAGUE = {"Of", "That", "Those", "As", "What", "Whether", "Which", "Whose"}
 # Words that a noun phrase or a clause begins with: a function is described by a verb.
-NO_VERBS = {"The", "A", "An", "Its", "This", "One", "Two", "Every", "Each", "All", "None", "Nothing", "Everything"}
-NO_VERBS |= {
-    "How",
-    "Why",
-    "Where",
-    "When",
-    "If",
-    "Is",
-    "Are",
-    "Was",
-    "Does",
-    "Did",
-    "From",
-    "In",
-    "At",
-    "By",
-    "For",
-    "To",
-}
+NO_VERB = re.compile(
+    "The|An?|Its|This|These|One|Two|Every|Each|All|Some|None|Nothing|Everything|Another|Other|First|Half|Equal|Known|"
+    "How|Why|Where|When|If|Is|Are|Was|Does|Did|From|In|Inside|At|By|For|To|On|Afterwards|Tell|Say|Backward|Forward"
+)
+# A verb is one plain word; one that ends in a single s is a plural.
+PLAIN_WORD = re.compile("[A-Z][a-z]*([a-rt-z]|ss)")
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -46,14 +30,14 @@ def is_property(node: Definition) -> bool:
     return any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", []))
 
 
-def fault(node: Definition, *, strict: bool = True) -> str | None:
+def fault(node: Definition) -> str | None:
     """Return what is wrong with how a docstring begins."""
     text = ast.get_docstring(node)
     if not text:
         return None
     word = re.split(r"[\s,:;.]", text)[0]
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node)
-    if word in VAGUE or (strict and is_function and word in NO_VERBS):
+    if word in VAGUE or (is_function and (NO_VERB.fullmatch(word) or not PLAIN_WORD.fullmatch(word))):
         return f"{getattr(node, 'name', 'the module')}: {text.splitlines()[0]}"
     return None
 
@@ -61,8 +45,7 @@ def fault(node: Definition, *, strict: bool = True) -> str | None:
 def test_docstrings_begin_with_a_verb_or_a_noun():
     found = {}
     for file in PACKAGE.rglob("*.py"):
-        strict = file.relative_to(PACKAGE).parts[0] not in LENIENT
-        found[str(file.relative_to(ROOT))] = [f for node in definitions(file) if (f := fault(node, strict=strict))]
+        found[str(file.relative_to(ROOT))] = [f for node in definitions(file) if (f := fault(node))]
     assert {file: faults for file, faults in found.items() if faults} == {}
 
 
@@ -71,7 +54,11 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     [
         ('def f():\n    """What it gives."""', True),
         ('def f():\n    """The rows."""', True),
+        ('def f():\n    """Rows of a table."""', True),
+        ('def f():\n    """`rows` of a table."""', True),
+        ('def f():\n    """Inside, there are rows."""', True),
         ('def f():\n    """Return the rows."""', False),
+        ('def f():\n    """Process the rows."""', False),
         ('class C:\n    """That of a row."""', True),
         ('class C:\n    """The rows of a table."""', False),
         ('class C:\n    @property\n    def f(self):\n        """The rows."""', False),
@@ -81,19 +68,3 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 def test_a_vague_beginning_is_found(code, is_wrong):
     found = [fault(node) for node in ast.walk(ast.parse(code)) if isinstance(node, Definition)]
     assert any(found) is is_wrong
-
-
-def documented(text: str, heading: str) -> set[str]:
-    """Return the names below a heading of a docstring."""
-    section = re.search(rf"^{heading}:\n((?:    .*\n?|\n)+)", text, flags=re.MULTILINE)
-    return set(re.findall(r"^    \*{0,2}(\w+):", section[1], flags=re.MULTILINE)) if section else set()
-
-
-@pytest.mark.parametrize("name", [name for name in dpscope.__all__ if name != "__version__"])
-def test_a_public_name_documents_its_arguments_with_an_example(name):
-    thing = getattr(dpscope, name)
-    text = inspect.getdoc(thing) or ""
-    assert documented(text, "Args") == set(inspect.signature(thing).parameters)
-    assert "Example:\n    >>> " in text
-    if not inspect.isclass(thing):
-        assert "\nReturns:\n" in text and "\nRaises:\n" in text

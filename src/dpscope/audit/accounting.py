@@ -1,8 +1,7 @@
 """Test of the accountant: it counts every step, empty batches too, at the right rate and noise.
 
-Accountants assume that a loader draws each sample with the sample rate, independently (Poisson). That is seen by the
-indices that its batch sampler gives, over many draws; every such test raises a false alarm with a probability of at
-most `UNLIKELY`.
+Accountants assume that a loader draws each sample with the sample rate, independently (Poisson). This is tested on the
+indices of many draws. Each test raises a false alarm with a probability of at most `UNLIKELY`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Indices = Sequence[int]
 
 
 def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str]:
-    """Say what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
+    """Find what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
     draws = _draws(loader)
     samples = len(loader.dataset)
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))
@@ -39,7 +38,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
 
 
 def _draws(loader: Any) -> list[Indices]:
-    """Return the indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
+    """Return the indices of batches over several epochs; without a batch sampler, only their numbers of samples."""
     found: list[Indices] = []
     sampler = getattr(loader, "batch_sampler", None)
     while len(found) < DRAWS_TRIED:

@@ -38,7 +38,11 @@ class Loop:
         resume: Takes what `save` returned, in a new loop.
 
     Example:
-        >>> loop = dpscope.Loop(model=model, step=step, scale=learning_rate / batch_size)
+        >>> def step(batch):
+        ...     optimizer.zero_grad()
+        ...     loss_fn(model(batch[0]), batch[1]).backward()
+        ...     optimizer.step()
+        >>> loop = dpscope.Loop(model=model, step=step, scale=0.1 / 8)  # learning rate over batch size
     """
 
     model: nn.Module

@@ -253,7 +253,7 @@ class NeighbourTest:
         return next((name for name, i in self.samples.extremes.items() if i == index), "another")
 
     def _locate(self, beyond: list[Trial]) -> Iterator[str]:
-        """Say where the rows of other samples moved, found by replacing a sample so that rows stay in place."""
+        """Find where the rows of other samples moved, by replacing a sample so that rows stay in place."""
         replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
         if replaced:
             trial = max(replaced, key=lambda trial: trial.share)
@@ -273,7 +273,7 @@ class NeighbourTest:
             )
 
     def _explain_shares(self, trial: Trial) -> Iterator[str]:
-        """Explain a sample's wrong share of sums that hold nothing else."""
+        """Explain why a sample has a wrong share of sums that hold only copies of it."""
         loop = self._loop(trial.clip_norm, trial.silent)
         size = len(trial.batch)
         for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):
@@ -301,7 +301,7 @@ class NeighbourTest:
 
 
 def is_random(loop: RunningLoop, samples: Samples) -> bool:
-    """Tell if a step without noise depends on random numbers that it draws."""
+    """Return whether a step without noise depends on random numbers that it draws."""
     batch = samples.batch(samples.ordinary[:COMPANIONS])
     first, again = loop.step(batch), loop.step(batch)
     if again.distance(first) > CHANGED * first.norm:

@@ -121,7 +121,7 @@ class NoiseTest:
         self.steps.append(NoisyStep.of(label, size, ((n, z) for n, z in noise if self._trains(n, z))))
 
     def _trains(self, name: str, noise: Tensor) -> bool:
-        """Tell if a parameter trains: one that no sample moves needs no noise."""
+        """Return whether a parameter trains: one that no sample moves needs no noise."""
         return bool(noise.any()) or any(bool(step.sums[name].any()) for step in self.without.values())
 
     def _rounding(self) -> str | None:

@@ -1,6 +1,6 @@
 """Steps on single samples, unclipped: their norms, and whether sums can be read off the updates at all.
 
-They can be for plain SGD only: momentum and Adam are told by how they move the parameters.
+They can be for plain SGD only. Momentum and Adam are recognised by how they move the parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
 
 
 def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
-    """Return the norm of the batch's sum over its size: about that of one sample's gradient in it."""
+    """Return the norm of the batch's sum divided by its size, which is about the norm of one sample's gradient."""
     together = samples.ordinary[:COMPANIONS]
     try:
         return unclipped.step(samples.batch(together)).norm / len(together)
@@ -51,7 +51,7 @@ USE_PLAIN_SGD = "for the test take torch.optim.SGD without momentum"
 
 
 def require_plain_sgd(unclipped: RunningLoop, samples: Samples) -> None:
-    """Raise `StepFailed` where the loop's optimizer has momentum, or moves every entry equally far (Adam)."""
+    """Raise `StepFailed` if the loop's optimizer has momentum, or moves every entry equally far (Adam)."""
     batch = samples.batch(samples.ordinary[:1])
     first, second = (_flat(unclipped.step(batch).sums) for _ in range(2))
     if not (first.isfinite().all() and first.any() and second.any()):

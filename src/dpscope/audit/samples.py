@@ -1,6 +1,6 @@
 """Samples to make batches of, and sizes of batches.
 
-Samples are those of the batches given, and extreme ones made of them. Sizes are those at which an engine may take
+Samples come from the given batches; extreme ones are made from them. Sizes are those at which an engine may take
 another dimension for the samples: the lengths of the model's tensors.
 """
 
@@ -92,7 +92,7 @@ class Samples:
         return [rows.shape[1:] for rows in self.rows if rows is not None]
 
     def _add_batch(self, batch: Batch) -> int:
-        """Add the batch's samples, if their shapes are those of the first batch; the number of samples so far."""
+        """Add the batch's samples if they have the shapes of the first batch. Return the number of samples so far."""
         size = batch_size_of(batch)
         found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in tensors_of(batch)]
         if self.template is None:

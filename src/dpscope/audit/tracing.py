@@ -90,12 +90,12 @@ def _recording(model: nn.Module) -> Iterator[ModuleValues]:
 
 
 def _is_plain(leaf: object) -> bool:
-    """Tell if a leaf is a plain tensor, outside of function transforms."""
+    """Return whether a leaf is a plain tensor, outside of function transforms."""
     return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
 def _has_rows(a: Tensor, b: Tensor, size: int) -> bool:
-    """Tell if both hold something for each sample, in the first dimension."""
+    """Return whether both hold something for each sample, in the first dimension."""
     return a.shape == b.shape and a.dim() > 0 and a.numel() > 0 and a.shape[0] % size == 0
 
 

@@ -32,7 +32,7 @@ class StepSettings:
     clipping: str = "flat"
 
     def divide(self, samples: int) -> dict[str, Any]:
-        """Return the settings of a trainer whose steps are of so many samples."""
+        """Return the settings of a trainer whose steps have this many samples."""
         if samples % self.accumulate:
             raise UserError(
                 f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "

@@ -20,13 +20,15 @@ VERDICT_STYLES = {HELD: "green", BREACH: "bold red", NOT_TRIED: "yellow"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of one test.
+    """Result of one test.
 
-    trials    how often it was tried
-    unit      what one trial is
-    figures   what was measured: by name, a number
-    faults    sentences; none unless the verdict is a breach
-    untried   what could not be tried, and why
+    Attributes:
+        verdict: "held", "BREACH" or "not tried".
+        trials: Number of trials.
+        unit: What one trial is, in words.
+        figures: What was measured, by name.
+        faults: What is wrong, in sentences; none unless the verdict is a breach.
+        untried: What could not be tried, and why.
     """
 
     verdict: str
@@ -53,7 +55,13 @@ def not_tried(unit: str, why: str) -> Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Neighbouring batches, the noise, and the accountant of one loop."""
+    """Results of the tests of one loop. `print` shows them.
+
+    Attributes:
+        neighbours: Whether removing or replacing a sample moves the sum by no more than clipping allows.
+        noise: Whether noise is normal, of the right size and never repeated.
+        accounting: Whether every step is accounted for at the right rate and noise.
+    """
 
     neighbours: Finding
     noise: Finding
@@ -75,9 +83,11 @@ class Audit:
         return render_plain(describe_loop(self))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain data."""
         return {"ok": self.ok, **asdict(self)}
 
     def to_json(self) -> str:
+        """Return `to_dict()` as JSON."""
         return as_json(self.to_dict())
 
 
@@ -122,7 +132,7 @@ def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
 
 
 def conclusion(audits: dict[str, Audit]) -> str:
-    """Return the last line, which says that what held is not proved."""
+    """Return the last line, which says that passed tests are no proof."""
     endings = group_names((method, _ending(audit)) for method, audit in audits.items())
     return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
 

@@ -1,6 +1,6 @@
 """Console of commands: the terminal at its own width, or plain text of a fixed width into a pipe.
 
-A sweep as it happens is a live bar on a terminal, one plain line a row elsewhere.
+A running sweep is shown as a live bar on a terminal, and elsewhere as one plain line for each row.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SLOWEST_WORK = 2.5
 
 
 def _work_of(spec: RunSpec) -> float:
-    """Return what a row's steps work, in tokens or samples, weighted by method: what its time grows with."""
+    """Return the work of a row's steps in tokens or samples, weighted by method. Its time is proportional to it."""
     samples = spec.batch_size * spec.accumulate * (spec.seq_len or 1) * (spec.warmup + spec.steps)
     return samples * METHOD_WORK.get(spec.method, SLOWEST_WORK)
 

@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CommaList(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
-    """`8,16`: values of one type, separated by commas."""
+    """Option type of values separated by commas, such as `8,16`."""
 
     def __init__(self, item: type) -> None:
         self.item = item

@@ -98,7 +98,7 @@ def command(
 
 
 def failing_rows(change: Against, words: Sequence[str]) -> list[str]:
-    """Name the rows that are what `--fail-on` says."""
+    """Name the rows that match `--fail-on`."""
     known = {word: quantity for quantity in QUANTITIES for word in (quantity.more, quantity.less)}
     if unknown := [word for word in words if word not in (*known, "status")]:
         raise UserError(f"--fail-on {unknown[0]}: choose from {', '.join([*known, 'status'])}")

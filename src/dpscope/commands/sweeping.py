@@ -148,7 +148,7 @@ def _argument(path: Path) -> str:
 
 @contextmanager
 def _finished_rows_are_named(progress: SweepProgress, folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """Say where the finished rows are, and how to go on, if the sweep ends early."""
+    """Print where the finished rows are, and how to go on, if the sweep ends early."""
     try:
         yield
     except BaseException as error:

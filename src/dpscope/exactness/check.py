@@ -74,7 +74,7 @@ def check(
         methods: Names, or trainer classes of your own. Default: every private method that is installed.
         name: What the output calls the workload.
         dtype: `fp32`, or `fp64` to check to 1e-9.
-        max_grad_norm: Replaces the middle one of three clip norms, which by default half of the samples exceed.
+        max_grad_norm: Middle one of the three clip norms. By default half of the samples exceed it.
         tolerance: Largest relative error of a clipped sum; by default 1e-5, or 1e-9 in fp64.
         neighbours: Also test neighbouring batches, noise and accounting.
         sizes: Batch sizes of those tests, instead of those that coincide with other lengths of the model.
@@ -95,7 +95,8 @@ def check(
         UserError: The workload cannot be checked: it is random, or its loss is not one per sample.
 
     Example:
-        >>> print(dpscope.check(workload, ["flash", MyTrainer]))
+        >>> found = dpscope.check(workload, ["flash"])
+        >>> assert found.ok, found
     """
     if dtype not in NUMBER_FORMATS:
         raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(NUMBER_FORMATS)}")

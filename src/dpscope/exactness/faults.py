@@ -76,7 +76,7 @@ class Evidence:
         return self._residuals[key]
 
     def explained(self, step: int, names: Sequence[str]) -> bool:
-        """Tell if the update of these parameters is made of the samples' gradients, with one factor a sample."""
+        """Return whether the update of these parameters is made of the samples' gradients, with one factor a sample."""
         residuals = self.residuals(step, names)
         error = max(self.errors[step][name] for name in names)
         return all(r <= max(10 * self.limits[name], MAX_UNEXPLAINED_SHARE * error) for name, r in residuals.items())
@@ -181,7 +181,7 @@ def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
 
 
 def _in_one_row(evidence: Evidence, name: str, difference: Tensor) -> str | None:
-    """Tell if one row of a table holds all of the error."""
+    """Return whether one row of a table holds all of the error."""
     if difference.dim() < 2:
         return None
     squares = difference.flatten(1).square().sum(1)

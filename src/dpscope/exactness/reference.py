@@ -1,7 +1,7 @@
 """The reference: the gradient of each sample by itself, by plain autograd, and the clipped sums that follow from it.
 
-All samples' gradients of a large model would not fit in memory: parameters come in turns, and each turn's gradients are
-computed anew whenever they are looked at.
+All samples' gradients of a large model would not fit in memory. So parameters come in turns, and each turn's gradients
+are computed again whenever they are needed.
 """
 
 from __future__ import annotations

@@ -37,16 +37,31 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class MethodCheck:
+    """Check of one method on a workload.
+
+    Attributes:
+        method: Name of the method.
+        verdict: "exact", "NOT EXACT", "skipped" (it refuses this workload) or "failed" (it raised an error).
+        reason: Why there are no figures.
+        details: Traceback of a method that failed.
+        norm_error: Largest relative error of a sample's norm.
+        steps: Errors at each of the three clip norms.
+        faults: What is wrong, in sentences.
+        notes: Worth knowing about how the method trains this model.
+        paths: Rows of `explain()`, for flash clipping.
+        audit: Neighbours, noise and accounting, if they were tested.
+    """
+
     method: str
-    verdict: str  # exact, NOT EXACT, skipped (it refuses this workload), failed (it raised an error)
-    reason: str | None = None  # why there are no figures
-    details: str | None = None  # the traceback of a method that failed
+    verdict: str
+    reason: str | None = None
+    details: str | None = None
     norm_error: float | None = None
     steps: list[StepErrors] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # worth knowing about how it trains this model
+    notes: list[str] = field(default_factory=list)
     paths: list[dict[str, str]] | None = None
-    audit: Audit | None = None  # neighbours, noise and accounting, if they were asked for and the method ran
+    audit: Audit | None = None
 
     @property
     def worst(self) -> StepErrors:
@@ -59,7 +74,20 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """Check of a workload: the verdict of every method."""
+    """Check of a workload: the verdict of every method. `print` shows it.
+
+    Attributes:
+        methods: The verdict of each method.
+        faults: Faults of the workload itself; no method can be right on it.
+        warnings: Worth knowing about the workload.
+        notes: What was changed for the check.
+        norms: Norms of the samples' gradients.
+        clip_norms: The three clip norms.
+        tied: Names of each parameter that has several.
+        tolerance: Largest relative error that counts as exact.
+        loose: Parameters whose rounding comes near the tolerance, and which may have `roundings` times it.
+        rounding: Errors of rounding alone: micro-batches of one in the checked number format.
+    """
 
     workload: str
     dtype: str
@@ -70,12 +98,12 @@ class Check:
     norms: list[float]
     clip_norms: list[float]
     tied: list[list[str]]
-    notes: list[str]  # what was changed for the check
-    faults: list[str]  # of the workload itself: no method can be right on it
-    warnings: list[str]  # of the workload: worth knowing
-    loose: list[str]  # parameters whose rounding comes near the tolerance, and which are allowed `roundings` times it
+    notes: list[str]
+    faults: list[str]
+    warnings: list[str]
+    loose: list[str]
     roundings: float
-    rounding: MethodCheck | None  # micro-batches of one in the checked number format: what rounding alone does
+    rounding: MethodCheck | None
     methods: list[MethodCheck]
 
     @property
@@ -87,6 +115,7 @@ class Check:
 
     @property
     def audits(self) -> dict[str, Audit]:
+        """Tests of neighbours, noise and accounting by method."""
         return {method.method: method.audit for method in self.methods if method.audit}
 
     def __str__(self) -> str:
@@ -97,6 +126,7 @@ class Check:
         return {"document": "dpscope.check", "version": 1, "ok": self.ok, **asdict(self)}
 
     def to_json(self) -> str:
+        """Return `to_dict()` as JSON."""
         return as_json(self.to_dict())
 
 

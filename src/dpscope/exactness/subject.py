@@ -85,8 +85,8 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
         if free is not None and copies * copy_bytes > free and copy_bytes > SMALL_COPY:
             raise UserError(
                 f"a check of {copy_bytes / 8e6:.0f} million parameters takes about {copies * copy_bytes / 1e9:.3g} GB, "
-                f"parameters in turns, and {free / 1e9:.2g} GB of {place} are free: take fewer layers (--num-layers 2) "
-                "or a smaller width or vocabulary, or use a larger machine"
+                f"and {free / 1e9:.2g} GB of {place} are free: use fewer layers (--num-layers 2), a smaller width or "
+                "vocabulary, or a larger machine"
             )
 
 
@@ -150,7 +150,7 @@ class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def computes_in_float32(subject: Subject) -> bool:
-    """Tell if the model computes in float32 inside, whatever it is given, as Hugging Face's RMSNorm does."""
+    """Return whether the model computes in float32 inside, whatever it is given, as Hugging Face's RMSNorm does."""
     model, batch = subject.fresh(torch.float64)
     with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)

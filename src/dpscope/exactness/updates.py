@@ -20,7 +20,7 @@ from dpscope.vocabulary.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class Update:
-    """One step without noise at one clip norm, undone to the sum it applied: lr/B Σ_b c_b v_b was taken off."""
+    """One step without noise at one clip norm, converted back from its update lr/B Σ_b c_b v_b to the sum."""
 
     clip_norm: float
     sums: Tensors  # of trainable parameters; on the CPU
@@ -39,7 +39,7 @@ def measure_update(
     how: StepSettings,
     time_paths: bool = False,
 ) -> Update:
-    """Take one step without noise. `seed` is all that the method can draw from; an exact step ignores it.
+    """Take one step without noise. The method can draw only from `seed`; an exact step ignores it.
 
     `time_paths`: have an engine that explains its paths measure them, too.
     """

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.gradients.clip_rules import Adaptive, Automatic, ClipRule, Normalised, PerGroup, PerLayer, Psac
     from dpscope.flash.gradients.explanation import PathTable
     from dpscope.flash.gradients.paths import Decision, choose_path
     from dpscope.flash.layers import register_layer
+    from dpscope.flash.opacus.opacus_arguments import UnsupportedModelError
     from dpscope.flash.opacus.privacy_engine import PrivacyEngine
     from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
     from dpscope.flash.opacus.scaler import GradScaler
@@ -22,15 +24,23 @@ if TYPE_CHECKING:
     from dpscope.flash.taps.taps import LayerTap
 
 _HOME = {
+    "Adaptive": "gradients.clip_rules",
+    "Automatic": "gradients.clip_rules",
+    "ClipRule": "gradients.clip_rules",
     "Decision": "gradients.paths",
     "DPFlashOptimizer": "opacus.private_optimizer",
     "FlashEngine": "engine",
     "GradScaler": "opacus.scaler",
     "LayerTap": "taps.taps",
+    "Normalised": "gradients.clip_rules",
     "OracleResult": "oracle",
     "PathTable": "gradients.explanation",
+    "PerGroup": "gradients.clip_rules",
+    "PerLayer": "gradients.clip_rules",
     "PrivacyEngine": "opacus.privacy_engine",
+    "Psac": "gradients.clip_rules",
     "TrainingState": "opacus.training_state",
+    "UnsupportedModelError": "opacus.opacus_arguments",
     "choose_path": "gradients.paths",
     "pad_batch": "padding.rows",
     "real_rows": "padding.rows",
@@ -40,15 +50,23 @@ _HOME = {
 }
 
 __all__ = [
+    "Adaptive",
+    "Automatic",
+    "ClipRule",
     "DPFlashOptimizer",
     "Decision",
     "FlashEngine",
     "GradScaler",
     "LayerTap",
+    "Normalised",
     "OracleResult",
     "PathTable",
+    "PerGroup",
+    "PerLayer",
     "PrivacyEngine",
+    "Psac",
     "TrainingState",
+    "UnsupportedModelError",
     "choose_path",
     "pad_batch",
     "real_rows",

@@ -50,7 +50,7 @@ class Attachment:
         self._ladder = Ladder(engine.model)
 
     def attach(self, slots: Collection[Slot]) -> None:
-        """Tap the model and guard its parameters; the model is left as it was where that is refused."""
+        """Tap the model and guard its parameters. If that is refused, restore the model."""
         if any(instance_method(module) for module in self._model.modules()):
             raise UserError("the model already has a FlashEngine attached; call its detach() first")
         refuse_hooks(slots, guards=0)
@@ -108,7 +108,7 @@ class Attachment:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Inside, the model is as it was before the engine was attached, except for guards on its parameters."""
+        """Remove all taps inside the block. Guards on parameters stay."""
         forwards = self._engine.forwards
         for tap in reversed(self.taps):
             tap.restore()
@@ -121,9 +121,10 @@ class Attachment:
                 tap.install()
 
     def refresh(self) -> bool:
-        """Tap anew where a layer is not what it was, or another module has another forward; return whether that was so.
+        """Tap again if a layer or another module's forward has changed. Return whether one has.
 
-        Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
+        It runs in every pass, so it checks each class once, and instances by their class and the size of their
+        dictionary.
         """
         changed = self._changed_layers()
         if changed:
@@ -171,7 +172,7 @@ class Attachment:
         self.taps.append(tap)
 
     def _wrapper_taps(self) -> Iterator[InstanceMethod]:
-        """On what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
+        """Yield taps of what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
         elif self._ranks is not None and self._ranks.layout.wrapper is not None:
@@ -179,7 +180,7 @@ class Attachment:
             yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
 
     def tap_regions(self) -> None:
-        """Modules inside the model may have been compiled after it was made private."""
+        """Tap modules inside the model that were compiled after it was made private."""
         if self._ranks is not None:
             refuse_compiled(self._model)
         taps = [tap for tap in self.taps if tap.attribute == "forward"]
@@ -199,7 +200,7 @@ class Attachment:
     ) -> bool:
         """Tap modules in the next way that may fit them; return whether there is one (see `Ladder`).
 
-        With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
+        Without a module, a rehearsal was refused, perhaps because something has the batch's size by coincidence.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)
@@ -234,10 +235,9 @@ class Attachment:
             if gradient is None or OWN_GRADIENTS.are_taken:
                 return
             raise UserError(
-                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
-                "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
-                "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
-                "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
+                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of its module, or "
+                "was unfrozen later. Call the module instead, or attach a new engine; other causes are in "
+                "docs/sharp-edges.md#unclipped-gradient"
             )
 
         parameter, trainable = slot.parameter, slot.parameter.requires_grad

@@ -1,8 +1,4 @@
-"""FlashEngine: exact per-sample clipping (flat, over all layers) with one ordinary loss.backward().
-
-    engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
-    loss_fn(model(x), y).backward()
-    engine.finish()          # p.grad += Σ_b min(1, C / ||v_b||) v_b, for every trainable parameter
+"""FlashEngine: exact per-sample clipping with one ordinary loss.backward().
 
 Guarantee: with C = `max_grad_norm`, every sample's share of p.grad, over all parameters together, has a norm of at most
 C up to rounding; a sample whose gradient is not finite has no share. No noise is added and nothing is divided here.
@@ -54,21 +50,40 @@ NO_SUMS = SumBatch([], [], None)
 
 
 class FlashEngine:
-    """Attached to `model` from construction until `detach()` or the end of a `with` block.
+    """Engine that clips each sample's gradient in one ordinary backward pass.
 
-    max_grad_norm    C; a list for clipping="per_layer", a dictionary for "per_group"
-    clipping         the rule that gives factors: its name, or a `ClipRule` (gradients/clip_rules.py)
-    loss_reduction   how the loss combines samples: their mean or their sum
-    path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
-    memory_budget    how much may be held so that a step is faster: None (as much as ordinary training would at its
-                     peak), a number of bytes on a CUDA device, or "lean" (nothing more than has to be). With either
-                     of the last two, checkpointed blocks may run again instead of holding what their layers leave
-    batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor; also
-                     asked for layers that are called outside of the root's forward, which it allows: row b is sample b
-    rows_per_sample  K rows of a batch, beside one another, are one sample: augmented views of it. Its gradient is the
-                     mean over them, clipped as one; the loss is the mean (or sum) over all rows
-    loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional
-                     tensor, or a callable that gives one
+    It stays attached to the model until `detach()` or the end of a `with` block. It adds no noise; `PrivacyEngine`
+    trains privately.
+
+    Args:
+        model: The model to train. It may be compiled, checkpointed, or spread by DDP or FSDP2.
+        max_grad_norm: The clipping bound C. A list for `clipping="per_layer"`, a dictionary for `"per_group"`.
+        clipping: The clipping rule: its name, or a `ClipRule`.
+        loss_reduction: How the loss combines samples, "mean" or "sum".
+        path: Use "gram", "direct" or "keep" in every layer, for tests. By default the cost model chooses.
+        memory_budget: Memory that a step may hold to be faster. None allows the peak of ordinary training, a number
+            is bytes on a CUDA device, and "lean" holds only what it must. With a number or "lean", checkpointed blocks
+            may run again instead of holding what their layers recorded.
+        batch_size_of: Function of the model's `(args, kwargs)` that returns the number of samples. Needed if that is
+            not the first dimension of the first tensor, or if layers are called outside of the model's forward.
+        rows_per_sample: Number of neighbouring rows that are views of one sample. Their mean gradient is clipped.
+        loss_scale: Factor of the loss in backward, such as a GradScaler's: a number, a tensor, or a function.
+
+    Attributes:
+        norms: Gradient norms of the last micro-batch, one for each sample.
+        factors: Clipping factors of the last micro-batch, (B,), or (B, groups) for rules with several groups.
+        nonfinite_samples: Number of samples whose gradient was infinite or NaN, and which were left out.
+
+    Raises:
+        UserError: An argument is wrong, or the model has a layer that mixes samples.
+
+    Example:
+        >>> engine = FlashEngine(model, max_grad_norm=1.0)
+        >>> x, y = next(iter(loader))
+        >>> loss_fn(model(x), y).backward()
+        >>> engine.finish()  # every p.grad is now the sum of clipped per-sample gradients
+        >>> print(engine.norms.shape)
+        torch.Size([8])
     """
 
     def __init__(
@@ -119,7 +134,7 @@ class FlashEngine:
 
     @property
     def max_grad_norm(self) -> float:
-        """C. May be changed at any time: a micro-batch is clipped at what it is when the micro-batch is closed."""
+        """The clipping bound C. It may be changed at any time; a micro-batch uses the value at its closing."""
         return self.clip.max_grad_norm
 
     @max_grad_norm.setter
@@ -178,7 +193,7 @@ class FlashEngine:
         self._attachment.hooks.append(hook)
 
     def detach(self) -> None:
-        """Restore the model. Contributions that were not summed are dropped; gradients stay."""
+        """Restore the model. Drop what backward recorded and was not summed; keep gradients."""
         self._attachment.detach()
         self.state.drop()
 
@@ -210,7 +225,7 @@ class FlashEngine:
         slot.add(contribution)
 
     def without_taps(self) -> AbstractContextManager[None]:
-        """Inside, the model is as it was before the engine was attached."""
+        """Return a context in which the model is as it was before the engine was attached."""
         return self._attachment.removed()
 
     def runs_by_sample(self) -> bool:
@@ -218,7 +233,7 @@ class FlashEngine:
         return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
 
     def run_by_loop(self) -> bool:
-        """Run samples one after the other where vmap runs them at once; return whether there is such a module."""
+        """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
         units = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
         for tap in units:
             tap.by_loop = True
@@ -226,14 +241,21 @@ class FlashEngine:
         return bool(units)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that require a gradient, by name."""
+        """Return the parameters that require a gradient, by name."""
         return {slot.name: slot.parameter for slot in self._slots.values() if slot.parameter.requires_grad}
 
     def group_rows(self, ids: Tensor) -> None:
-        """Clip rows with equal ids as one sample: the rows of one user. For the micro-batch whose backward comes next.
+        """Clip rows with equal `ids` (one whole number a row) as one sample, such as a user's, in the next backward.
 
-        Args:
-            ids: (rows,) whole numbers, one for each row that the model was called with.
+        Example:
+            >>> engine = FlashEngine(model)
+            >>> x, y = next(iter(loader))
+            >>> loss = loss_fn(model(x), y)
+            >>> engine.group_rows(torch.arange(8) // 2)  # four users with two rows each
+            >>> loss.backward()
+            >>> engine.finish()
+            >>> print(len(engine.norms))
+            4
         """
         if self.state.recorded:
             raise UserError("group_rows comes before backward(): what was recorded was not grouped")
@@ -242,9 +264,9 @@ class FlashEngine:
     # -- closing -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Close the micro-batch and add all clipped sums into p.grad. Every trainable parameter has one afterwards.
+        """Close the micro-batch and add all clipped sums to p.grad. Every trainable parameter has one afterwards.
 
-        A gradient that is there already has to come from here: any other may hold more than C of a sample.
+        Raise UserError if a p.grad was not made by this engine: it may hold more than C of a sample.
         """
         self.running_sums.refuse_other_gradients()
         self.accumulate()
@@ -253,17 +275,17 @@ class FlashEngine:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Close the micro-batch: its clipped sums are added to those that the engine holds. p.grad is not touched."""
+        """Close the micro-batch and add its clipped sums to those that the engine holds. Leave p.grad unchanged."""
         sums = self.running_sums
         for parameter, total in one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Close the micro-batch and give (parameter, Σ_b c_b v_b) one at a time, without touching p.grad.
+        """Return an iterator over (parameter, Σ_b c_b v_b), each trainable parameter once; leave p.grad unchanged.
 
-        Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
-        freed as its sum is handed out, so the whole gradient need never exist.
+        A layer's inputs and output gradients are freed as its sum is handed out, so the whole gradient need never
+        exist. Norms and factors are ready when this returns.
         """
         return one_by_one(self._close())
 
@@ -325,7 +347,7 @@ class FlashEngine:
         return micro
 
     def _sum_again(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Return all sums, if checkpointed blocks run again; otherwise none yet."""
+        """Return all sums if checkpointed blocks run again; an empty batch otherwise."""
         if self.blocks is None or not passes:
             return NO_SUMS
         try:
@@ -335,18 +357,21 @@ class FlashEngine:
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Drop what backward has left, and the gradients; inside a logical batch they stay, and the answer is False."""
+        """Return False inside a logical batch, whose sums are kept; otherwise clear gradients and return True.
+
+        What backward recorded is dropped in any case. p.grad becomes None, or zero if `set_to_none` is False.
+        """
         cleared = self.state.clear()
         if cleared:
             self.clear_gradients(set_to_none)
         return cleared
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
-        """p.grad of every parameter of the model: zero where it was made here and is to be kept, None otherwise."""
+        """Set p.grad of every parameter to None, or to zero if this engine made it and `set_to_none` is False."""
         self.running_sums.clear(set_to_none)
 
     def _abandon_draw(self) -> None:
-        """Drop the sums of a draw whose other parts did not come: two draws in one step may hold a sample twice."""
+        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice."""
         warnings.warn(
             "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
             "are dropped, and no step is taken for it",
@@ -356,26 +381,25 @@ class FlashEngine:
         self.zero_grad()
 
     def discard(self) -> None:
-        """Drop what backward has left and was not summed; gradients stay."""
+        """Drop what backward recorded and was not summed; keep gradients."""
         self.state.discard()
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def contributions(self) -> Iterator[tuple[Slot, Contribution]]:
-        """Contributions that backward passes have left and that are not summed yet."""
+        """Return the recorded contributions that are not summed yet."""
         return ((slot, part) for slot in self._slots.values() for part in slot.contributions)
 
     def explain(self, *, measured: bool = False) -> PathTable:
-        """One row a trainable parameter: which module, what was seen last, which path its norms take, and why.
+        """Return a table that says which path each trainable parameter takes, and why; `print` it.
 
-        `measured`: what each path takes on this device, too, norm and clipped sum of a product of the same shape. That
-        trains nothing, and takes memory for one product and a second or so a shape.
+        `measured` also measures what each path takes on this device, about a second for each shape.
         """
         blocks = () if self.blocks is None else self.blocks.choices.rows
         trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)
         return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "", measured=measured)
 
     def opaque_units(self) -> list[OpaqueUnit]:
-        """The modules that run sample by sample through torch.func.vmap, the largest first."""
+        """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
         opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
         return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))

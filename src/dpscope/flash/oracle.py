@@ -1,11 +1,12 @@
-"""The oracle: micro-batches of one, plain autograd. Slow, dumb, and what every other path is held against.
+"""The oracle: micro-batches of one, plain autograd. Slow and simple: every other path is tested against it.
 
 For sample b with gradient v_b over all trainable parameters together (norms in float64):
 
     norm_b = ||v_b||,   factor_b = min(1, C / norm_b)  (0 where norm_b is not finite),   sum = Σ_b factor_b v_b
 
-for flat clipping, and as the other rules say. It shares no code with the engine. The model is deep-copied first, which
-gives an ordinary model even where an engine is attached, so the caller's gradients, buffers and taps are never touched.
+for flat clipping; other rules have their own factors. It shares no code with the engine. The model is deep-copied
+first, so the caller's gradients, buffers and taps are never touched. The copy is an ordinary model even if an engine is
+attached.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from dpscope.batches import Batch, LossFn, batch_size_of, cast_batch, sample_of
 
 @dataclass(frozen=True)
 class OracleResult:
-    """Norms and factors in float64; `clipped_sums`: qualified parameter name -> Σ_b factor_b v_b."""
+    """Norms, factors and clipped sums of a batch, as `run_oracle` returns them.
+
+    Args:
+        norms: Gradient norms in float64, (B,).
+        factors: Clipping factors in float64, (B,), or (B, groups) for rules with several groups.
+        clipped_sums: Parameter name -> Σ_b factor_b v_b.
+
+    Example:
+        >>> result = run_oracle(model, (x, y), lambda model, batch: loss_fn(model(batch[0]), batch[1]), max_grad_norm=1)
+        >>> print(len(result.norms), list(result.clipped_sums))
+        8 ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
 
     norms: Tensor
     factors: Tensor
@@ -94,23 +106,34 @@ def run_oracle(
     r: float = 0.1,
     dtype: torch.dtype | None = None,
 ) -> OracleResult:
-    """Return per-sample norms, factors and clipped sums of `loss_fn(model, batch)`, by micro-batches of one.
+    """Compute per-sample norms, factors and clipped sums by plain autograd, one sample at a time.
 
     Args:
-        model: The model; a copy of it is used.
-        batch: Tensors in any structure, the sample in their first dimension.
-        loss_fn: Called with one sample at a time, it returns that sample's loss. For such a batch of one a mean and a
-            sum over samples are the same thing.
-        max_grad_norm: C; a list for `clipping="per_layer"`, a dictionary for `"per_group"`.
-        clipping: A rule of `dpscope.flash` ("adaptive" is "flat" within a step).
-        rows_per_sample: Rows of the batch that belong to one sample: its gradient is the mean over them.
-        ids: Rows with equal ids are one sample, in the order of the ids.
-        gamma: Of the rule "automatic".
-        r: Of the rule "psac".
-        dtype: Runs the whole computation in another precision (float64 as the reference of a float32 model).
+        model: The model. It is copied, so its gradients and buffers stay as they are.
+        batch: Tensors in any structure; their first dimension is the sample.
+        loss_fn: Called as `loss_fn(model, batch)` with a batch of one; returns its loss.
+        max_grad_norm: The clipping bound C. A list for `clipping="per_layer"`, a dictionary for `"per_group"`.
+        clipping: Name of the clipping rule. Within a step, "adaptive" is "flat".
+        rows_per_sample: Number of neighbouring rows that are one sample. Its gradient is the mean over them.
+        ids: Whole number for each row. Rows with equal ids are one sample, in the order of the ids.
+        gamma: γ of the rule "automatic".
+        r: r of the rule "psac".
+        dtype: Precision to compute in, such as float64 as the reference of a float32 model.
 
     Returns:
-        Norms and factors in float64, (B,) or (B, groups) for rules with several groups, and the sums by name.
+        Norms, factors and clipped sums.
+
+    Raises:
+        UserError: The batch holds no tensors.
+
+    Example:
+        >>> def loss(model, batch):
+        ...     return loss_fn(model(batch[0]), batch[1])
+        >>> expected = run_oracle(model, (x, y), loss, max_grad_norm=1.0)
+        >>> with FlashEngine(model, max_grad_norm=1.0) as engine:
+        ...     loss(model, (x, y)).backward()
+        ...     engine.finish()
+        >>> torch.testing.assert_close(engine.norms.double(), expected.norms)
     """
     model = copy_of(model)
     if dtype is not None:

@@ -1,9 +1,9 @@
 """torch's caching allocator on paper: segments that are reserved, blocks that are split and merged in them.
 
-After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not what is handed
-out: blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the
-limit, all segments that hold nothing are given back first, as torch does before it says that it is out of memory.
-What the storages of fake tensors take of it is counted as they come and go.
+After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not only what is
+allocated: free blocks that are too small, or in the other pool, cannot be used. If a segment would exceed the limit,
+all empty segments are released first, as torch does before it reports out of memory. Storages of fake tensors are
+counted as they are made and freed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Allocator:
             self._live[address] = weakref.ref(storage, partial(self._free, address)), self.segments.allocate(size)
 
     def begin_again(self, limit: int | None) -> None:
-        """Forget what was taken at most so far; from now on so much may be reserved."""
+        """Reset the peak, and set how many bytes may be reserved from now on."""
         self.segments.release()
         self.segments.limit = limit
         self.segments.peak_allocated, self.segments.peak_reserved = self.segments.allocated, self.segments.reserved

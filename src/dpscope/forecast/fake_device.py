@@ -1,8 +1,8 @@
 """A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
 
-To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
-go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators
-that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
+In Python a tensor of this device reports `cuda:0`. The dispatcher gives it CUDA's keys, which autocast and autograd
+use. In C++ it is on `meta`, so that streams and device guards never look for a GPU.
+Operators that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda:0")
 
 @contextmanager
 def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
-    """Open the device. Inside, tensors are fake; what they take is counted by its allocator.
+    """Open the device. Inside, tensors are fake, and its allocator counts their memory.
 
     `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
     """

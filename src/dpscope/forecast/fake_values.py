@@ -98,7 +98,7 @@ _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defa
 
 
 def _is_followed(result: Any) -> bool:
-    """Tell if all that an operator returned is small enough, and of whole numbers or a scalar."""
+    """Return whether all that an operator returned is small enough, and of whole numbers or a scalar."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(
         each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors

@@ -1,8 +1,9 @@
-"""Other processes that are not there: one rank of a model that is spread over several, on the fake device.
+"""One rank of a model that is spread over several processes, on the fake device, without the other processes.
 
 torch's own fake process group answers collectives at once, so FSDP2 shards, gathers and reduces as it would, and flash
-clipping and Opacus with it. Streams and events, by which it orders them, do nothing here. DDP's reducer is C++ that
-reads tensors; what it takes is its buckets, as large as all gradients, for as long as the model lives.
+clipping and Opacus with it. Streams and events, by which it orders them, do nothing here. DDP's reducer is C++ code
+that reads tensors. Here only its buckets are modelled: they are as large as all gradients and live as long as the
+model.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _bucket_by_dtype(tensors: list[Tensor], *args: Any) -> tuple[list[list[int]]
 
 @contextmanager
 def fake_world(settings: TrainerSettings, allocator: Allocator) -> Iterator[None]:
-    """Be rank 0 of a row's processes, where there are several."""
+    """Act as rank 0 of a row's processes, if there are several."""
     if settings.world_size == 1:
         yield
         return
@@ -102,7 +103,7 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uncounted(allocator: Allocator, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a function's tensors uncounted: whole ones, fake on a real device too, by which DTensor finds shapes."""
+    """Do not count a function's tensors: DTensor makes whole fake ones, on a real device too, to find shapes."""
 
     def call(*args: Any) -> Any:
         counting, allocator.counting = allocator.counting, False

@@ -27,7 +27,7 @@ FARTHEST = 16  # times the largest batch that fits, to the next one that is trie
 
 @dataclass
 class BatchFit:
-    """`batch`: the largest that fits, 0 if not even one sample does; `points`: peaks in bytes by batch."""
+    """Largest batch that fits, 0 if not even one sample does. `points`: peaks in bytes by batch."""
 
     batch: int
     limit: int
@@ -107,7 +107,7 @@ def limited_by(step: StepForecast) -> str:
 
 
 def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capability: tuple[int, int]) -> str:
-    """Return one line that names the rows whose predicted peak is above the memory that is there; "" without any."""
+    """Return a line that names the rows whose predicted peak is above the available memory; "" if there are none."""
     card = _card_like(memory_bytes, capability)
     found: list[str] = []
     kinds: dict[object, list[RunSpec]] = {}

@@ -46,12 +46,12 @@ def find_physical_batch(
     the accountant are as before. Running out of memory in a trial leaves the process usable.
 
     Args:
-        step: takes a batch and returns its loss: what the training loop calls before `loss.backward()`.
-        batch: a few real samples, a pytree of tensors whose first dimension is the sample; they are repeated.
-        optimizer: the private optimizer of `make_private`.
-        most: the largest batch to look for, such as the logical batch.
-        margin: the share of the GPU's memory to leave free.
-        memory: counters of another device.
+        step: Takes a batch and returns its loss, as the training loop computes it before `loss.backward()`.
+        batch: A few real samples: tensors in any structure whose first dimension is the sample. They are repeated.
+        optimizer: The private optimizer of `make_private`.
+        most: The largest batch to look for, such as the logical batch.
+        margin: The share of the GPU's memory to leave free.
+        memory: Memory counters of another device than CUDA.
 
     Returns:
         The number of samples.
@@ -60,7 +60,9 @@ def find_physical_batch(
         UserError: Not even one sample fits, or the device does not count memory.
 
     Example:
-        >>> size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
+        >>> def step(batch):
+        ...     return loss_fn(model(batch[0]), batch[1])
+        >>> size = dpscope.find_physical_batch(step, (x, y), optimizer=optimizer)  # doctest: +SKIP
     """
     if not 0 <= margin < 1:
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")

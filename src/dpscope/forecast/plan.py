@@ -83,24 +83,27 @@ def plan(
     """Plan private training of a workload.
 
     Args:
-        workload: a preset's name, a config, `FILE.py:function`, or a function that returns a `dpscope.Workload`.
-        methods: what to plan, side by side.
-        seq_len: the sequence length.
-        say: called with a line whenever something new is looked at.
-        prober: measures short steps on this machine's GPU; without it figures are predicted.
-        effects: whether to find out what would change most.
-        workers: processes that work side by side; more than one only where this process has not trained.
-        settings: of a row, such as `dtype="bf16"` (`TrainerSettings`).
-        **wish: fields of `Wish`: card, samples, epsilon, epochs, …
+        workload: A preset's name, a config, `FILE.py:function`, or a function that returns a `dpscope.Workload`.
+        methods: Methods to plan, side by side.
+        seq_len: The sequence length.
+        say: Called with a line about what is done now.
+        prober: Measures short steps on this machine's GPU. Without it, figures are predicted.
+        effects: Also find out which change of a setting would help most.
+        workers: Processes to use. More than one only if this process has not run torch yet.
+        settings: Settings of a step, such as `{"dtype": "bf16"}`.
+        **wish: `card`, `samples`, `batch_size`, `logical_batch`, `epsilon`, `delta`, `noise_multiplier`, `epochs`,
+            `hours`, `price_per_hour` and `accountant`.
 
     Returns:
-        The plan as plain data: what `dpscope plan --json` writes and `reports/plan_text.py` shows.
+        The plan as plain data, as `dpscope plan --json` writes it.
 
     Raises:
-        UserError: The input is wrong, in a sentence.
+        UserError: The input is wrong.
 
     Example:
-        >>> planned = dpscope.plan("hf:gpt2", card="h100-80gb", samples=100_000, epsilon=8, epochs=3)  # doctest: +SKIP
+        >>> plan = dpscope.plan("tiny", methods=["flash"], card="h100-80gb", seq_len=16, batch_size=2, effects=False)
+        >>> print(plan["how"])
+        predicted
     """
     asked = Wish(**wish)
     spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs

@@ -100,7 +100,7 @@ def free_memory() -> None:
 
 @dataclass(frozen=True)
 class Correction:
-    """What predictions missed at probed sizes, smallest first."""
+    """Errors of predictions at probed sizes, smallest first."""
 
     probes: Sequence[Probe]
     forecasts: Sequence[StepForecast]  # of the same sizes

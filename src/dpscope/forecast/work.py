@@ -49,7 +49,7 @@ def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
-    """Tell if rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
+    """Return whether rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
     return any(size % 8 for each in tensors[-2:] if each.dtype.itemsize == 2 for size in each.shape[-2:])
 
 

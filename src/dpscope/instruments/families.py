@@ -117,7 +117,7 @@ def operator_family(name: str, shapes: Sequence[Sequence[int]], phase: str | Non
 
 
 def _family_of_product(shapes: Sequence[Sequence[int]]) -> str:
-    """Return the family of a product: one with a single row or column is a weighted sum, a reduction."""
+    """Return the family of a product. A product with a single row or column is a weighted sum, so a reduction."""
     if len(shapes) == 2 and {len(shape) for shape in shapes} in ({2}, {3}):
         (rows, inner), columns = shapes[0][-2:], shapes[1][-1]
         if inner == 1:

@@ -122,7 +122,7 @@ _PATTERN = re.compile(r"\s*([\w-]+)\.(\w+)\s*(>=|<=|>|<)\s*(\d+\.?\d*)\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """`METHOD.FIGURE > NUMBER`; it holds if any row of the method has such a figure."""
+    """Condition `METHOD.FIGURE > NUMBER`, which holds if any row of the method has such a figure."""
 
     text: str
     method: str

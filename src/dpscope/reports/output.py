@@ -51,7 +51,7 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Generic[Content]):
-    """`write` returns the files it has written: none if there is nothing to say."""
+    """Kind of output file. `write` returns the files that it wrote: none if there is nothing to say."""
 
     name: str  # of a figure: without size and format
     holds: str  # what it holds, for people
@@ -61,7 +61,7 @@ class Output(Generic[Content]):
     mark: str = ""  # what its first characters hold, for names that others use too
 
     def is_own(self, path: Path) -> bool:
-        """Tell if dpscope wrote this file as this output."""
+        """Return whether dpscope wrote this file as this output."""
         return self.has_name(path.name) and path.is_file() and self.is_marked(path)
 
     def has_name(self, name: str) -> bool:

@@ -80,8 +80,8 @@ def colour_of(component: str) -> str:
 def method_looks(methods: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each method, which tell methods apart in grey print too.
 
-    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. Only
-    where two of one report would look alike does the later in the alphabet take the next that is free.
+    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. If two
+    methods of a report would look alike, the later one in the alphabet takes the next free look.
     """
     names = list(dict.fromkeys(methods))
     colours, markers = (_by_name(names, looks) for looks in (METHOD_COLOURS, METHOD_MARKERS))
@@ -103,7 +103,7 @@ def phase_colour(phase: str) -> str:
 
 
 def is_dark(colour: str) -> bool:
-    """Tell if white text is readable on it: its relative luminance is below that of middle grey."""
+    """Return whether white text is readable on it: its relative luminance is below that of middle grey."""
     shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
     levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18

@@ -1,6 +1,6 @@
 """Contents of a report, computed once and handed to text, page, figures and exports.
 
-Results become rows first: what was measured of one method at one size, together, and next to ordinary training.
+Results become rows first. A row has all measurements of one method at one size, next to ordinary training.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
 def join_instruments(results: Sequence[Result]) -> list[Row]:
     """Join what was measured of the same method at the same size, in order of first appearance.
 
-    Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
-    one number of steps, belongs to each of those rows.
+    Numbers of steps separate rows only if one instrument measured with several of them. What another instrument
+    measured, with one number of steps, then belongs to each of those rows.
     """
     counted: dict[tuple[Hashable, str, str], dict[StepNumbers, None]] = defaultdict(dict)  # of one method's results
     for result in results:
@@ -111,7 +111,7 @@ class Report:
         return [tell(size.rows) for size in self.sizes]
 
     def rows_of(self, instrument: str) -> list[Row]:
-        """Return the rows without those that repeat what the instrument saw of an earlier one; "": every row."""
+        """Return the rows without those that repeat an earlier measurement of the instrument; for "", every row."""
         first = {id(row.measured[instrument]): row for row in reversed(self.rows) if instrument in row.measured}
         return [row for row in self.rows if instrument not in row.measured or row in first.values()]
 

@@ -1,7 +1,7 @@
 """Story of a comparison, in sentences: which private method to take at a size, what it costs and saves.
 
-Nothing is called better on a difference that the measurement does not carry: times whose 10th to 90th percentiles
-overlap are equal, and so are peaks within `SAME_MEMORY` of each other.
+Differences within the spread of the measurement do not count: times whose 10th to 90th percentiles overlap are equal,
+and so are peaks within `SAME_MEMORY` of each other.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _leaders(private: Sequence[Row]) -> Leaders:
 
 
 def beyond_spread(row: Row, other: Row) -> bool:
-    """Tell if the times of the two lie apart, 10th to 90th percentile. No where either is doubtful."""
+    """Return whether the times of the two lie apart, 10th to 90th percentile. False if either is doubtful."""
     if row.time_doubt or other.time_doubt or row.spread_ms is None or other.spread_ms is None:
         return False
     return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]

@@ -205,7 +205,7 @@ class Row:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Speeds that are known, of `SPEEDS`: samples a second and, with a sequence, tokens."""
+        """Known speeds, of `SPEEDS`: samples a second and, with a sequence, tokens a second."""
         if not self.median_ms:
             return {}
         samples, length = 1e3 * self.samples / self.median_ms, self.spec.get("seq_len")
@@ -241,12 +241,12 @@ class Row:
 
     @property
     def scaling(self) -> float | None:
-        """Samples in a second, against the same method in one process; n of n ranks would be perfect."""
+        """Samples a second relative to the same method in one process; with n ranks, n would be perfect."""
         return _ratio(self, self.alone, lambda row: row.speeds.get("samples/s"))
 
     @property
     def scaling_batch(self) -> str:
-        """Batch that is as large in one process: that of a rank, or that of a step."""
+        """The batch that the row of one process has in common with this row: a rank's, or a step's."""
         if self.alone is None:
             return ""
         return BATCH_OF_A_RANK if self.alone.field("batch_size") == self.field("batch_size") else BATCH_OF_A_STEP

@@ -123,7 +123,7 @@ def _troubles(report: Report) -> list[str]:
 
 
 def _which(failed: Sequence[tuple[Row, str]]) -> str:
-    """Return `flat, ghost at batch 4; batch 8`; methods that met it at other sizes are named apart."""
+    """Return `flat, ghost at batch 4; batch 8`, with methods grouped by their sizes."""
     by_method = grouped(failed, lambda each: each[0].method)
     sizes = {method: "; ".join(size for _, size in own) for method, own in by_method.items()}
     return ", ".join(f"{', '.join(names)} at {where}" for where, names in grouped(sizes, sizes.__getitem__).items())

@@ -44,7 +44,7 @@ class Timeline:
         return self.totals.index(max(self.totals))
 
     def is_in(self, phase: PhaseSpan, event: int) -> bool:
-        """Return the phase of each event; one on a border belongs to the later phase, the last to the one it ends."""
+        """Return the phase of each event. An event between two phases belongs to the later one."""
         return phase.start <= event and (event < phase.end or phase.end == self.events[-1])
 
     def phase_at(self, event: int) -> str | None:

@@ -10,7 +10,7 @@ SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules th
 
 
 def is_summary(name: str) -> bool:
-    """Tell if the name is of no module, like `(outside the modules)`."""
+    """Return whether the name is of no module, like `(outside the modules)`."""
     return name.startswith("(")
 
 

@@ -50,6 +50,18 @@ def _nothing() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
+    """Result of one measurement, as its JSON file holds it (docs/architecture.md describes every key).
+
+    Attributes:
+        spec: Description of the measurement, as `RunSpec.to_dict()`.
+        status: "ok", "oom", "failed", "timeout" or "skipped".
+        reason: Why there are no figures, for any other status than "ok".
+        avg_time_ms: Mean step time in milliseconds; `timing` has all times.
+        peak_memory_mb: Peak memory in MiB; `memory` and `timeline` have its parts.
+        files: Further files by what they are, as paths below the folder of the sweep.
+        environment: Versions and hardware.
+    """
+
     experiment: str
     config: dict[str, Any]
     spec: dict[str, Any]
@@ -81,9 +93,11 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """True if the measurement succeeded."""
         return self.status == OK
 
     def to_json(self) -> str:
+        """Return the text of the result file."""
         document = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = document.pop("parts")  # under the names of the instruments, as their keys are
         return json.dumps({**document, **parts}, indent=2) + "\n"

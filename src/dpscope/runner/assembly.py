@@ -17,7 +17,7 @@ from dpscope.workloads.workload import Batch, Workload, build_model, build_workl
 
 
 def join_world(spec: RunSpec) -> int:
-    """Make this process one of the spec's; its rank. Real processes are started by torch.distributed.run."""
+    """Join the spec's processes and return this one's rank. Real processes are started by torch.distributed.run."""
     if spec.world_size == 1:
         return 0
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
 """Python's garbage collector in a process that measures.
 
-It is off while libraries are imported, and their objects are frozen before there is a model: to traverse objects
-that stay takes a quarter of such a process's time, some of it in the middle of measured steps.
+It is off while libraries are imported, and their objects are frozen before there is a model. Traversing these permanent
+objects would take a quarter of the process's time, some of it during measured steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """Collect garbage again after `rest`, but nothing of what exists by now."""
+    """Collect garbage again after `rest`, but leave out objects that exist now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -72,7 +72,7 @@ class Compilation:
         return CompileCounts(now.graphs - self._first.graphs, now.breaks - self._first.breaks)
 
     def _compiles_in(self, step: Callable[[], None]) -> bool:
-        """Take a step; tell if it compiled."""
+        """Take a step. Return whether it compiled something."""
         before, start = CompileCounts.now(), time.perf_counter()
         step()
         self.steps += 1

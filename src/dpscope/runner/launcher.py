@@ -157,7 +157,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _oom_kills() -> int:
-    """Return how often the kernel has killed for memory since boot; 0 if it does not say."""
+    """Return how often the system has killed processes for lack of memory since boot; 0 if that is unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -32,7 +32,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 def details_of(error: BaseException, workload: WorkloadConfig) -> str:
-    """Format an error, with the user's own traceback where it passed through their code."""
+    """Format an error, with a traceback if it passed through the user's code."""
     own = own_traceback(error, workload)
     return "".join(traceback.format_exception(error)) if own is None else own
 

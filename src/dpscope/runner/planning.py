@@ -102,6 +102,7 @@ def make_sweep(
         UserError: A name or a setting is wrong.
 
     Example:
+        >>> config = dpscope.make_config("tiny")
         >>> specs = dpscope.make_sweep(config, methods=["standard", "flash"], batch_sizes=[4, 8], seq_lens=[128])
         >>> dpscope.compare(specs)  # doctest: +SKIP
     """
@@ -137,7 +138,7 @@ def _of_one_process(spec: RunSpec) -> RunSpec:
 
 
 def _require_several(specs: Iterable[RunSpec], settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` for settings of several processes where every row is of one."""
+    """Raise `UserError` for settings of several processes if every row has one process."""
     given = {name for name, default in LATER_DEFAULTS.items() if settings.get(name, default) != default}
     if "parallel" in given and all(spec.world_size == 1 for spec in specs):
         how = settings["parallel"]

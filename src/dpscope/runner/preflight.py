@@ -47,7 +47,7 @@ def require_buildable(spec: RunSpec) -> None:
     from dpscope.workloads.workload import build_model, build_workload
 
     class Uninitialised(TorchFunctionMode):
-        """Mode without initial values, for which torch would import its compiler: it takes longer than the model."""
+        """Mode that skips initial values: to make them, torch would import its compiler, which is slow."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(function, "__module__", None) == torch.nn.init.__name__:
@@ -103,7 +103,7 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
 
 
 def explain(spec: RunSpec) -> str | None:
-    """Say what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
+    """Explain what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
     from dpscope.runner.assembly import assemble
 
     try:

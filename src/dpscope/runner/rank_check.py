@@ -1,4 +1,4 @@
-"""Check of ranks: is a run on several ranks that of one process? A rank runs `dpscope.runner.rank_check SPEC DTYPE.pt`.
+"""Check that a run on several ranks equals a run in one process. A rank runs `dpscope.runner.rank_check SPEC DTYPE.pt`.
 
 All train the same model with the same noise; in some steps all samples are on one rank.
 """

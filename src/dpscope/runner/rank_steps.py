@@ -1,7 +1,7 @@
 """One rank of a measurement over several processes: `python -m dpscope.runner.rank_steps SPEC FILES FOLDER`.
 
-torch.distributed.run starts it once a rank. Each leaves FOLDER/RANK.json: what it saw, or how it failed; what is kept
-beside the row's figures goes to FILES.
+torch.distributed.run starts it once a rank. Each writes FOLDER/RANK.json with what it measured, or how it failed.
+Further files of the row go to FILES.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class RunSpec(TrainerSettings):
         accumulate: Batches that make one step.
         gpus: Processes that train the model together.
         parallel: How they hold it: `ddp`, `fsdp` or `hsdp`.
-        simulate_world: Be one of so many processes, without the others.
+        simulate_world: Number of processes of which this one is measured alone.
         link_gbps: Bandwidth of a rank's link, for a simulated world.
         memory_budget: Memory that `flash` may hold to be faster: `auto`, `lean` or GiB.
         optimizer: `adamw`, `adam` or `sgd`.

@@ -52,7 +52,7 @@ class TrainingSteps:
         self.trainer.begin_measuring()
 
     def compile(self, progress: Progress = no_progress) -> None:
-        """Take steps until torch.compile has nothing left to do, where the spec asks for it."""
+        """Take steps until torch.compile has nothing left to do, if the spec compiles."""
         if self._spec.compile == EAGER:
             return
 

@@ -26,7 +26,7 @@ from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
-    """Tell if it is the same spec and environment, with a status that would come out the same again."""
+    """Return whether it is the same spec and environment, with a status that would come out the same again."""
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been fixed since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"

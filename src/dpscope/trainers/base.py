@@ -124,7 +124,7 @@ class TrainerBase(ABC):
         yield from model_holdings(self.plain_model, self.optimizer)
 
     def begin_measuring(self) -> None:  # noqa: B027  (most trainers do the same in every step)
-        """Leave out of the steps from now on what not every step does."""
+        """Leave out, from now on, work that is not part of every step."""
 
     def notes(self) -> list[Note]:
         """Return what a reader of this row's figures should know about how the method trains this model."""

@@ -57,7 +57,7 @@ def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
 def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoints | None:
     """Checkpoint every block of the model; raise `UserError` if there is none.
 
-    Of a model that will be `compiled` the runs are not counted.
+    Runs of a model that will be `compiled` are not counted.
     """
     checkpoints = None if compiled else Checkpoints()
     if not _checkpoint_in(model, checkpoints):
@@ -88,7 +88,7 @@ def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
 
 
 def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints | None) -> bool:
-    """Tell a model of Hugging Face, which may be wrapped, to checkpoint its own blocks; whether it does."""
+    """Make a model of Hugging Face, which may be wrapped, checkpoint its own blocks. Return whether it can."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         return False

@@ -81,7 +81,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
 
     def _note_on_blocks(self) -> list[Note]:
-        """Return a note where a memory budget does not apply to checkpointed blocks."""
+        """Return a note if a memory budget does not apply to checkpointed blocks."""
         blocks = self.engine.blocks
         if blocks is None or not blocks.always_held or not blocks.choices.rows:
             return []

@@ -152,7 +152,7 @@ class DPSGDTrainer(_OpacusTrainer):
 
 
 class DPFunctorchTrainer(DPSGDTrainer):
-    """Flat clipping with per-sample gradients of every layer by torch.func instead of hooks of its kind."""
+    """Flat clipping whose per-sample gradients come from torch.func instead of the rules for each layer."""
 
     mode = "functorch"
 

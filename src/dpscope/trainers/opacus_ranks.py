@@ -76,8 +76,7 @@ def _require_copyable(model: nn.Module) -> None:
         if has_shards and type(module) not in {*rules.GRAD_SAMPLERS, *rules.NORM_SAMPLERS}:
             raise UserError(
                 f"Opacus cannot train this model sharded: {name_module(name, module)} owns parameters beside its "
-                "submodules, and Opacus cannot copy its shards. Move them to a submodule, or compare --methods "
-                "standard,flash"
+                "submodules. Move them to a submodule, or compare --methods standard,flash"
             )
 
 

@@ -167,7 +167,7 @@ def _takes_by_position(module: nn.Module, name: str) -> bool:
 
 @torch.no_grad()
 def _ignores_further_arguments(module: nn.Module, first: Tensor, output: Tensor) -> bool:
-    """Tell if the module gives the same output for its first argument alone, which is all that Opacus passes on."""
+    """Return whether the module's output depends on its first argument alone, which is all that Opacus passes on."""
     with torch.random.fork_rng([output.device] if output.is_cuda else []):
         try:
             alone = module.forward(first)

@@ -100,7 +100,7 @@ class OpakeTrainer(TrainerBase):
 
 
 def _patch(model: nn.Module) -> None:
-    """Give a model of Hugging Face opake's wrappers and kernels; families that it has none for run as they are."""
+    """Give a model of Hugging Face opake's wrappers and kernels. Families without any run unchanged."""
     if type(model).__module__.partition(".")[0] in ("transformers", "peft"):
         from opake.exceptions import ConfigurationError
         from opake.patches import apply_model_patches, apply_runtime_patches

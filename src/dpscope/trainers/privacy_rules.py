@@ -14,7 +14,7 @@ class NotPrivateError(UserError):
 
 
 def require_flat(clipping: str) -> None:
-    """Raise where a method that clips flat alone is asked for another rule."""
+    """Raise UserError if another clipping rule is given to a method that only clips flat."""
     if clipping != "flat":
         raise UserError(f"only flash has clipping rules here: leave out --clipping {clipping}, or the method")
 

@@ -20,7 +20,7 @@ REPLICAS = 2  # of hsdp
 
 
 def is_sharded(settings: TrainerSettings) -> bool:
-    """Tell if FSDP2 holds the model. Its policy then replaces autocast: parameters travel in bf16."""
+    """Return whether FSDP2 holds the model. Its policy then replaces autocast: parameters travel in bf16."""
     return settings.world_size > 1 and settings.parallel != "ddp"
 
 

@@ -17,7 +17,22 @@ from dpscope.errors import UserError
 class PrivacyArguments:
     """Privacy settings beside `TrainingArguments`: `target_epsilon` or `noise_multiplier`, and δ.
 
-    The clipping bound C is `TrainingArguments.max_grad_norm`: here it bounds each sample's gradient.
+    The clipping bound C is `TrainingArguments.max_grad_norm`, which here bounds each sample's gradient.
+
+    Args:
+        target_epsilon: ε that the whole run may spend; the noise follows from it.
+        target_delta: δ of that ε, below 1 / number of samples.
+        noise_multiplier: Noise of a step divided by C, instead of `target_epsilon`.
+        clipping: Name of the clipping rule, as in `make_private`.
+        logical_batch_size: Expected samples of a step over all processes. Default: `per_device_train_batch_size` ×
+            `gradient_accumulation_steps` × processes.
+        pad_batches: Give all physical batches one size. Default: only for `torch_compile` and FSDP.
+        accountant: Opacus's accountant: "rdp", "prv" or "gdp".
+        noise_seed: Seed of repeatable noise, for experiments. Anyone who knows it can remove the noise.
+
+    Example:
+        >>> from dpscope.transformers import PrivacyArguments
+        >>> privacy = PrivacyArguments(target_epsilon=3.0, target_delta=1e-5)
     """
 
     target_epsilon: float | None = field(
@@ -76,7 +91,15 @@ class PrivacyArguments:
 
 @dataclass
 class PrivateTrainingArguments(PrivacyArguments, TrainingArguments):
-    """`TrainingArguments` with the privacy arguments as fields, for HfArgumentParser."""
+    """`TrainingArguments` with the fields of `PrivacyArguments`, for `HfArgumentParser`.
+
+    Args:
+        **kwargs: Fields of `TrainingArguments` and of `PrivacyArguments`.
+
+    Example:
+        >>> from dpscope.transformers import PrivateTrainingArguments
+        >>> args = PrivateTrainingArguments(output_dir="out", target_epsilon=3.0, target_delta=1e-5)
+    """
 
 
 PRIVACY_FIELDS = tuple(each.name for each in fields(PrivacyArguments))

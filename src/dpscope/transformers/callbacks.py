@@ -90,7 +90,7 @@ class FirstStep:
         self._before = self._look() if moving else None
 
     def end(self, samples: int) -> bool:
-        """Raise or warn of what is wrong, after the update; return whether there was something to see."""
+        """Raise or warn if something is wrong after the update. Return whether there was an update to check."""
         if self._before is None:
             return False
         if samples == 0:  # an empty draw: a step of noise alone

@@ -96,7 +96,7 @@ class DrawLoader(DataLoader[Any]):
     """Loader of draws; see `loader_of_draws`."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is drawn next; the Trainer does."""
+        """Set the epoch that is drawn next, as the Trainer does."""
         sampler: Any = self.batch_sampler
         sampler.set_epoch(epoch)
 

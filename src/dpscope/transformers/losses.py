@@ -31,7 +31,7 @@ def task_model(model: nn.Module) -> nn.Module:
 
 @cache
 def takes_cache(kind: Any) -> bool:
-    """Tell if a class of models may return keys and values for generation, which training does not use."""
+    """Return whether a class of models may return keys and values for generation, which training does not use."""
     return "use_cache" in inspect.signature(kind.forward).parameters
 
 
@@ -49,7 +49,7 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Tell if logits of a position are about the next token."""
+    """Return whether logits of a position are about the next token."""
     config = getattr(model, "config", None)
     return type(model).__name__.endswith(_SHIFTING) and not getattr(config, "is_encoder_decoder", False)
 
@@ -98,5 +98,5 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
 def _refuse(model: nn.Module, why: str) -> NoReturn:
     raise UserError(
         f"the loss of each sample of {type(model).__name__} is not known ({why}): override sample_losses(model, "
-        "inputs) of the private trainer, or give compute_loss_func; either has to return one loss for each sample"
+        "inputs), or give compute_loss_func, and return one loss for each sample"
     )

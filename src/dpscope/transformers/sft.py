@@ -12,15 +12,35 @@ from dpscope.transformers.trainer import PrivateTrainerMixin
 
 @dataclass
 class PrivateSFTConfig(PrivacyArguments, SFTConfig):
-    """`SFTConfig` with the privacy arguments as fields."""
+    """TRL's `SFTConfig` with the fields of `PrivacyArguments`.
+
+    Args:
+        **kwargs: Fields of `SFTConfig` and of `PrivacyArguments`.
+
+    Example:
+        >>> from dpscope.transformers import PrivateSFTConfig
+        >>> args = PrivateSFTConfig(output_dir="out", target_epsilon=3.0, target_delta=1e-5, bf16=False)
+    """
 
 
 class PrivateSFTTrainer(PrivateTrainerMixin, SFTTrainer):
-    """TRL's `SFTTrainer` whose steps are private: the same arguments, and those of `PrivacyArguments`.
+    """TRL's `SFTTrainer` whose steps are private.
 
-    Texts, prompts with completions and conversations are prepared as TRL does; the loss is a mean over each sample's
-    own tokens, where TRL divides by those of the batch.
+    Data is prepared as TRL does. The loss is a mean over each sample's own tokens; TRL divides by those of the batch.
+
+    Args:
+        model: The model, or its name.
+        args: An `SFTConfig` or `PrivateSFTConfig`.
+        *rest: Further arguments of `SFTTrainer` by position.
+        **keywords: Further arguments of `SFTTrainer`, and fields of `PrivacyArguments`.
+
+    Raises:
+        UserError: A setting cannot be private, or a privacy argument is missing.
 
     Example:
-        >>> trainer = PrivateSFTTrainer(model=model, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
+        >>> from dpscope.transformers import PrivateSFTTrainer
+        >>> trainer = PrivateSFTTrainer(  # doctest: +SKIP
+        ...     model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5
+        ... )
+        >>> trainer.train()  # doctest: +SKIP
     """

@@ -32,11 +32,25 @@ _Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
 class PrivateTrainerMixin(_Host):
-    """Mixin that makes a Trainer private. It comes first among the bases, the Trainer second.
+    """Mixin that makes a subclass of Hugging Face's Trainer private. It comes first among the bases.
 
-    Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
+    Args:
+        model: The model, as for the Trainer.
+        args: A `TrainingArguments`, or one with the fields of `PrivacyArguments`.
+        *rest: Further arguments of the Trainer by position.
+        **keywords: Further arguments of the Trainer, and fields of `PrivacyArguments`.
 
-    privacy_engine   the `dpscope.flash.PrivacyEngine`, with its accountant
+    Attributes:
+        privacy_engine: The `dpscope.flash.PrivacyEngine`, with its accountant.
+
+    Raises:
+        UserError: A setting cannot be private, or a privacy argument is missing.
+
+    Example:
+        >>> from dpscope.transformers import PrivateTrainerMixin
+        >>> class MyPrivateTrainer(PrivateTrainerMixin, Trainer):
+        ...     def sample_losses(self, model, inputs):
+        ...         return super().sample_losses(model, inputs) * 2
     """
 
     _optimizer: DPFlashOptimizer | None = None
@@ -87,13 +101,13 @@ class PrivateTrainerMixin(_Host):
     # -- ε -----------------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
         if not self.privacy_engine.accountant.history:
             return 0.0
         return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
 
     def steps_left(self) -> int | None:
-        """Return how many more steps the target ε allows; None without a target."""
+        """Return how many more steps the target ε allows; None without a target, or before training."""
         if self.privacy.target_epsilon is None or self._optimizer is None:
             return None
         return steps_left(
@@ -162,7 +176,7 @@ class PrivateTrainerMixin(_Host):
         return model, self._loader
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the model private, which is spread, compiled and has its optimizer by now; then as the Trainer does."""
+        """Make the model private, which by now is spread and compiled and has its optimizer. Return the scheduler."""
         prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
         if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
             self._make_private(prepared, num_training_steps)
@@ -204,9 +218,8 @@ class PrivateTrainerMixin(_Host):
         if self._resumed is not None and self.privacy.noise_multiplier is None:
             if abs(self._resumed.sample_rate - self._sample_rate) > 1e-9:
                 raise UserError(
-                    f"the checkpoint's run drew each sample with rate {self._resumed.sample_rate:.6g}, and this one "
-                    f"would with {self._sample_rate:.6g}: keep the logical batch size and the data, or give "
-                    "noise_multiplier instead of target_epsilon"
+                    f"the checkpoint's run drew samples with rate {self._resumed.sample_rate:.6g}, this one would with "
+                    f"{self._sample_rate:.6g}: keep batch size and data, or give noise_multiplier, not target_epsilon"
                 )
             return self._resumed.noise_multiplier
         if self.privacy.noise_multiplier is not None:
@@ -287,7 +300,7 @@ class PrivateTrainerMixin(_Host):
         return losses.sum() / max(len(losses), 1)
 
     def sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of each sample of a batch, (B,); to be overridden for your own loss.
+        """Return the loss of each sample, (B,), given `model` and the batch `inputs`. Override it for your own loss.
 
         Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
         """
@@ -321,7 +334,7 @@ class PrivateTrainerMixin(_Host):
         return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
 
     def _operations(self, batch: Any) -> float:
-        """Return what `floating_point_ops` would; it counts all parameters of the model each time."""
+        """Return the same as `floating_point_ops`, which counts all parameters of the model each time."""
         main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
         if main is None or not main.numel():
             return 0.0
@@ -337,12 +350,12 @@ class PrivateTrainerMixin(_Host):
         """Leave gradients alone: each sample's was clipped."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Tell none here: `log` tells the samples' norms."""
+        """Return nothing: `log` has the norms of samples."""
 
     # -- logs and checkpoints ----------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *rest: Any, **keywords: Any) -> None:
-        """Log as the Trainer does; beside the loss ε, the median of samples' norms, and the share that was clipped."""
+        """Log as the Trainer does, and besides ε, the median of the samples' norms and the share that was clipped."""
         if "loss" in logs or "train_loss" in logs:
             logs["epsilon"] = self.get_epsilon()
         if "loss" in logs and self._norms:
@@ -353,7 +366,7 @@ class PrivateTrainerMixin(_Host):
         super().log(logs, *rest, **keywords)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Load as the Trainer does; of a sharded optimizer torch keeps nothing of the noise, which has its own file."""
+        """Load as the Trainer does, and the noise of a sharded optimizer, which torch leaves out, from its own file."""
         private = self._optimizer
         if checkpoint is None or private is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -393,11 +406,23 @@ class PrivateTrainerMixin(_Host):
 
 
 class PrivateTrainer(PrivateTrainerMixin, Trainer):
-    """Hugging Face's `Trainer` whose steps are private: the same arguments, and those of `PrivacyArguments`.
+    """Hugging Face's `Trainer` whose steps are private.
+
+    Args:
+        model: The model, as for the Trainer.
+        args: A `TrainingArguments` or `PrivateTrainingArguments`.
+        *rest: Further arguments of the Trainer by position.
+        **keywords: Further arguments of the Trainer, and fields of `PrivacyArguments`.
+
+    Raises:
+        UserError: A setting cannot be private, or a privacy argument is missing.
 
     Example:
-        >>> from dpscope.transformers import PrivateTrainer as Trainer
-        >>> trainer = Trainer(model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
-        >>> trainer.train()
-        >>> trainer.get_epsilon()
+        >>> from dpscope.transformers import PrivateTrainer
+        >>> trainer = PrivateTrainer(
+        ...     model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5
+        ... )
+        >>> result = trainer.train()
+        >>> print(trainer.get_epsilon() <= 3.0)
+        True
     """

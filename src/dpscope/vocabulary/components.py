@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Component:
-    """`key` names it in result files (with `_mb` in `breakdown`), `label` in what people read."""
+    """Component of memory. `key` is its name in result files (with `_mb` in `breakdown`), `label` in reports."""
 
     key: str
     label: str
@@ -59,7 +59,7 @@ def component_named(key: str) -> Component:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Return the components as they are stacked and listed: the known ones, users' own, and what is left."""
+    """Return the components in the order of stacking: the known ones, users' own, and the rest."""
     places = {key: place for place, key in enumerate(KEYS)}
     last = places[UNATTRIBUTED]
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))

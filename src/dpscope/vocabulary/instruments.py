@@ -58,7 +58,7 @@ def make_schedule(name: str, *, warmup: int, active: int | None = None) -> Sched
 
 @dataclass(frozen=True)
 class Option:
-    """An option of an instrument, and of its subcommand: a switch where it is off by default."""
+    """Option of an instrument and of its subcommand. It is a switch if it is off by default."""
 
     default: Any
     help: str
@@ -67,7 +67,7 @@ class Option:
     metavar: str | None = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value as its check returns it, or as it is if it is the default or of the default's type."""
+        """Return the value, checked. Without a check it has to be the default or of the default's type."""
         if value is self.default:
             return value
         if self.check is not None:

@@ -33,7 +33,7 @@ _listeners: list[LaunchListener] = []
 
 
 def announce(describe: Callable[[], Launch]) -> None:
-    """Tell listeners of a launch; `describe` is not called without listeners."""
+    """Notify listeners of a launch; `describe` is not called without listeners."""
     if _listeners:
         launch = describe()
         for listener in list(_listeners):

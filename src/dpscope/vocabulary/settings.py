@@ -1,4 +1,4 @@
-"""Settings of a row: a field each, with all that commands, result files and reports say of it.
+"""Settings of a row. Each is a field with its texts for commands, result files and reports.
 
 docs/architecture.md says how to add one.
 """
@@ -241,7 +241,7 @@ class TrainerSettings:
 
     @property
     def logical_batch_size(self) -> int:
-        """Expected samples in a step: what the noisy sum is divided by."""
+        """Expected samples in a step, by which the noisy sum is divided."""
         return self.batch_size * self.accumulate * self.world_size
 
     @property
@@ -250,11 +250,11 @@ class TrainerSettings:
         return max(self.gpus, self.simulate_world)
 
     def checked(self) -> dict[str, Any]:
-        """Return every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""
+        """Return every setting, checked and converted, so that 1, 1.0 and NumPy's 1 have one digest."""
         return {name: each.check(getattr(self, name)) for name, each in SETTINGS.items()}
 
     def written(self) -> dict[str, Any]:
-        """Return what result files hold of the settings, and digests are made of."""
+        """Return the settings as result files hold them; digests are made of this."""
         return {name: getattr(self, name) for name in FIRST_SETTINGS} | self.changed()
 
     def changed(self) -> dict[str, Any]:

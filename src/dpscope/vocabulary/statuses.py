@@ -14,7 +14,7 @@ from dpscope.vocabulary.settings import DEVICES
 
 @dataclass(frozen=True)
 class Status:
-    """`name` is used in result files, tables and logs; the other words in sentences and figures of reports."""
+    """Status of a row. `name` is used in result files, tables and logs, the other words in sentences and figures."""
 
     name: str
     outcome: str  # what became of a method: "ghost ran out of memory"

@@ -109,7 +109,7 @@ _PROBABILITIES = {"drop": 0.0, "survival": 1.0, "keep_prob": 1.0}
 
 
 def silence(model: nn.Module) -> int:
-    """Switch dropout and stochastic depth off, a module's `p` or attributes (`attention_dropout`); how many modules."""
+    """Switch off dropout and stochastic depth (a module's `p` or `attention_dropout`). Return how many modules."""
     found = 0
     for module in model.modules():
         values = {

@@ -320,6 +320,6 @@ def rows(seed, device):
 def test_a_model_that_would_not_fit_is_refused_before_anything_is_computed(monkeypatch):
     monkeypatch.setattr(subject, "free_memory", lambda: 5 * 10**8)
     large = workload_of(lambda: nn.Linear(9, 2**20))
-    told = r"10 million parameters takes about 0\.587 GB, parameters in turns, and 0\.5 GB .* take fewer layers"
+    told = r"10 million parameters takes about 0\.587 GB, and 0\.5 GB .* use fewer layers"
     with pytest.raises(UserError, match=told):
         check(large)

@@ -109,7 +109,7 @@ class BlockChoices:
     def is_held(self, index: int, samples: int, shape: Any, calls: int) -> bool:
         """Decide on a block that backward reaches. `calls`: how many blocks the forward pass had.
 
-        shape: everything that has to be equal for a block to take as much memory a sample as before
+        shape: everything that has to be equal for a block to need the same memory per sample
         """
         self._reached.add(index)
         later = {i: cost.of(samples) for i, cost in self._costs.items() if i < calls and i not in self._reached}
@@ -148,7 +148,7 @@ class BlockChoices:
         return False, saved
 
     def _reserve(self, later: Mapping[int, BlockCost]) -> None:
-        """Find what blocks that backward has not reached will take besides what is live: at least, and if all are held.
+        """Find how much memory blocks that backward has not reached will add: at least, and if all are held.
 
         Only what is left by blocks that are held goes to gradients that are faster to keep: a block that need not run
         again saves more time for its bytes.

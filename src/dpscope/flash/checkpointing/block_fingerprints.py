@@ -32,7 +32,7 @@ NORM_IS_STEADIER = 4.0
 
 
 def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float:
-    """`dtypes`: in which the block computes."""
+    """Return the tolerance of two runs of a block that computes in these dtypes."""
     tf32 = torch.float32 in dtypes and operand_rounding(device) > 0.0
     return max(REPEATED_TF32 if tf32 else 0.0, *(REPEATED.get(dtype, 0.0) for dtype in dtypes))
 
@@ -41,7 +41,7 @@ LEFT_SUMS, LEFT_GRADIENTS, LEFT_INPUTS = "sums over positions", "gradients of po
 
 
 def project(left: Left) -> dict[str, Tensor]:
-    """(2, B) of each kind: projections and squares. Inputs only where every layer has left something."""
+    """Return projections and squares of each kind, (2, B). Inputs only if every layer has left something."""
     found: dict[str, tuple[list[Tensor], list[int]]] = {}
 
     def add(kind: str, tensor: Tensor, number: int) -> None:
@@ -70,7 +70,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
-        """`dtypes`: in which the block computes, besides those of what its layers have left."""
+        """Return the fingerprint of a block that computes in `dtypes`, besides those of what its layers have left."""
         tensors = [gradient_of(part) for parts in left.values() for part in parts]
         dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
         return cls(project(left), tolerance_of(dtypes, tensors[0].device))

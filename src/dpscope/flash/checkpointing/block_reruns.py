@@ -35,7 +35,7 @@ HELD_GROUP_BYTES = 1 << 27
 
 
 class BlockReruns:
-    """`take`: what becomes of contributions while blocks run again."""
+    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again."""
 
     def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
@@ -89,7 +89,7 @@ class BlockReruns:
         return [each for each in passes if each not in clashing]
 
     def sums(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Σ_b c_b v_b of all parameters, added into what there is: those that are held first, which frees x and g."""
+        """Return Σ_b c_b v_b of all parameters: first what is held, which frees x and g, then blocks run again."""
         found = SumBatch([], [], None)
 
         def add(batches: Iterator[SumBatch]) -> None:
@@ -158,7 +158,7 @@ class BlockReruns:
         return projected
 
     def _product_left_out(self, each: BlockPass) -> int | None:
-        """Known from the run before, of samples of the same shape and with the same layers trained."""
+        """Return the product to leave out, known from an earlier run of the same shape with the same layers trained."""
         form, number = self._left_out.get(each.index, (None, None))
         return number if form == _form(each) and each.index not in self._whole else None
 
@@ -167,20 +167,16 @@ class BlockReruns:
         rounds_otherwise = self._rounding != self._rounding_now()
         if modes_changed or rounds_otherwise or any(p._version != version for p, version in self._weights):
             raise UserError(
-                "a weight, train()/eval() of the model or the precision of float32 products "
-                "(torch.set_float32_matmul_precision, allow_tf32) was changed between backward and the optimizer step, "
-                f"where checkpointed blocks ({self.choices.name(each.index)} is one) run again under this "
-                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave "
-                "memory_budget at None"
+                "a weight, train() or eval(), or the precision of float32 products was changed between backward and "
+                f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
+                "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
 
     def _refuse_other_gradients(self, each: BlockPass) -> None:
         raise UserError(
             f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients or inputs when it "
-            "was run again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without "
-            "being an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or "
-            "its forward does not repeat itself (a counter, a generator of its own, an attribute that was changed "
-            "between backward and the step); return such tensors from the block, or leave memory_budget at None"
+            "was run again at the step: return all tensors that the loss uses from the block, or leave memory_budget "
+            "at None (docs/sharp-edges.md#block-that-does-not-repeat)"
         )
 
 
@@ -190,7 +186,7 @@ def _form(each: BlockPass) -> tuple[Any, ...]:
 
 
 def _numpy_state() -> Any:
-    """NumPy's global random state, as a dictionary of numbers and arrays; None where NumPy is not in use."""
+    """Return NumPy's global random state as a dictionary; None if NumPy is not loaded."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)
 

@@ -1,6 +1,6 @@
 """Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
 
-Of a block that is recomputed the norms are taken when backward leaves it, and x and g of its layers are let go. Its
+The norms of a recomputed block are taken when backward leaves it, and x and g of its layers are released. Its
 input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
 (block_reruns.py), and each layer's sum is made where its g arrives.
 """
@@ -68,7 +68,7 @@ class CheckpointedBlock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, layers that run forward or backward are the block's."""
+        """Treat layers that run inside the context as the block's."""
         engine = self.blocks.engine
         rules = engine.path_rules
         before, runs_again = engine.block, rules.runs_again
@@ -96,7 +96,7 @@ class CheckpointedBlock:
 
 
 class Boundary(torch.autograd.Function):
-    """The identity, where a block ends: all gradients that its outputs get from outside pass here, before any layer."""
+    """Identity at the end of a block: all gradients that its outputs receive pass through it before any layer."""
 
     @staticmethod
     def forward(ctx: Any, block: CheckpointedBlock, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """`always_held`: why no block can be run again, if so."""
+    """Checkpointed blocks of an engine's model. `always_held` is the reason if no block can run again."""
 
     def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
         self.engine = engine
@@ -127,7 +127,7 @@ class CheckpointedBlocks:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def watching(self) -> AbstractContextManager[None]:
-        """Inside, checkpointed blocks of this engine's model are noted."""
+        """Note checkpointed blocks of this engine's model inside the context."""
         if can_be_watched():
             return watching(self._call)
         self.choices.hold(0, "this version of torch does not tell of its checkpoints: what their layers leave is held")
@@ -195,13 +195,13 @@ class CheckpointedBlocks:
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
     def begin_run(self, block: CheckpointedBlock) -> None:
-        """Backward runs the block's forward again; some of its layers may have left something before."""
+        """Begin a rerun of the block's forward in backward; close the run of another block first."""
         if self._gathering is not block.open:
             self.flush()
 
     @contextmanager
     def measuring(self, each: BlockPass) -> Iterator[None]:
-        """Inside, backward runs the block's forward: what that adds to what is live."""
+        """Measure how much memory the block's forward adds when backward runs it."""
         before = self.engine.path_rules.budget.allocated()
         try:
             yield
@@ -265,7 +265,7 @@ class CheckpointedBlocks:
     def _hold_sums(done: BlockPass) -> None:
         """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
 
-        The block need not make them once more, and all blocks' are normed and summed at once.
+        The block need not make them again, and those of all blocks are normed and summed at once.
         """
         room = (done.input_bytes + done.grad_bytes) // 8
         sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}

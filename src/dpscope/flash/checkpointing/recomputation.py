@@ -24,7 +24,7 @@ from dpscope.random_states import RandomStates
 
 
 class ForwardState(NamedTuple):
-    """Random states, autocast and the default device, as they are where a forward begins."""
+    """Random states, autocast and the default device at the beginning of a forward."""
 
     random: RandomStates
     autocast: list[tuple[str, bool, torch.dtype]]
@@ -42,7 +42,7 @@ class ForwardState(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, autocast and device are as they were. Random states are set; it is the caller's to put them back."""
+        """Restore autocast and default device inside the context. Set random states, too, which the caller resets."""
         self.random.put_back()
         with ExitStack() as stack:
             if torch.get_default_device() != self.default_device:
@@ -133,7 +133,7 @@ class BlockPass:
 
     @property
     def bytes_if_kept(self) -> int:
-        """Bytes of the layers' contributions if the block were held and each layer chose x and g, or its gradients."""
+        """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
             if isinstance(part, Saved) and part.decision.kept_if_held is not None:
@@ -143,13 +143,13 @@ class BlockPass:
         return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
     def run_again(self, anchor: Tensor, name: str, tail: Tail) -> None:
-        """Forward and backward of the block: its layers hand their contributions to the engine once more."""
+        """Run the block forward and backward again: its layers give the engine their contributions once more."""
         assert self.input is not None
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
             raise UserError(
                 f"the input or output gradient of the checkpointed block {name} was changed in place between "
-                "backward and the optimizer step, where the block runs again; copy the batch into fresh tensors, call "
-                "engine.finish() right after loss.backward(), or leave memory_budget at None"
+                "backward and the optimizer step, which runs it again; copy the batch into fresh tensors "
+                "(docs/sharp-edges.md#changes-between-backward-and-step)"
             )
         args, kwargs = pytree.tree_unflatten(self.input.leaves, self.input.spec)
         with torch.enable_grad():

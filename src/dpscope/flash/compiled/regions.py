@@ -28,7 +28,7 @@ MOST_PLANS = 16
 
 
 class Region:
-    """`eager`: what was compiled, as it is."""
+    """Compiled part of a model. `eager` is the module that was compiled."""
 
     def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
         self.engine = engine
@@ -37,7 +37,7 @@ class Region:
 
     @contextmanager
     def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Inside, the taps of the region have stand-ins for one call of it with these arguments."""
+        """Give the taps of the region stand-ins for one call of it with these arguments."""
         with Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given():
             yield
 
@@ -66,7 +66,7 @@ class Region:
             self._run_eagerly(args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what was compiled as it is, and leave no trace of it."""
+        """Run the eager module that was compiled, and leave no trace of it."""
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         with untouched(self.engine.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -121,7 +121,7 @@ class CompiledCallTap(RegionTap):
 
 
 def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
-    """Taps for what is compiled by now, around the model (`given`) and inside it, and has none yet."""
+    """Return taps for what is compiled by now, around the model (`given`) and inside it, and has none yet."""
     found = []
     for name, module in given.named_modules():
         kind = RegionTap if is_wrapper(module) else CompiledCallTap

@@ -81,7 +81,7 @@ class CallShapes(Run):
 
 
 class Share(NamedTuple):
-    """Share of one call in a handout. `pieces`: in the order of the tap's, None where it wants nothing."""
+    """Share of one call in a handout. `pieces` are in the tap's order, None where it needs none."""
 
     call: TappedCall
     like: Tensor
@@ -155,7 +155,7 @@ class Handout:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
+        """Give taps their stand-ins inside the block, and their earlier ones afterwards."""
         stand_ins = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
         before, end = [], len(stand_ins)
         for tap, calls in self.layout.of_taps.items():
@@ -232,22 +232,20 @@ class Handout:
         for (tap, _), count in zip(tickets, counts, strict=True):
             if count != 1:
                 raise UserError(
-                    f"{tap.name} was called {count:g} times in a compiled checkpoint where it was called once when the "
-                    "model was tried out: its calls cannot be told apart; leave it out of torch.compile with "
-                    "torch.compiler.disable"
+                    f"{tap.name} was called {count:g} times in a compiled checkpoint, but once when the model was "
+                    "tried out, so its calls cannot be told apart: leave it out with torch.compiler.disable"
                 )
 
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
             f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it where an eager one "
-            "would: its gradient was lost, or its output, in a graph of its own, took no part in the loss, or it ran "
-            "eagerly in a checkpoint that breaks the graph; leave it out of torch.compile with torch.compiler.disable, "
-            "compile checkpointed blocks one by one (block.compile()), or freeze it"
+            "would: leave it out with torch.compiler.disable, or freeze it; causes and other fixes are in "
+            "docs/sharp-edges.md#layer-lost-in-a-compiled-graph"
         )
 
 
 class Receiver(torch.autograd.Function):
-    """() -> stand-ins; backward receives their gradients. `anchor` stands for the parameters, as in `Tapped`."""
+    """Autograd node that makes stand-ins and receives their gradients. `anchor` is as in `Tapped`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:

@@ -34,7 +34,22 @@ Bounds = float | Sequence[float] | Mapping[str, float]
 
 
 class ClipRule:
-    """One group, clipped at C: `flat`. Subclasses change the factors, the groups, or what a step changes of C."""
+    """Clipping rule `flat`: each sample's gradient, over all parameters, is clipped at C. Base class of all rules.
+
+    Subclasses change the factors, the groups, or how C changes between steps.
+
+    Args:
+        max_grad_norm: The bound C.
+
+    Raises:
+        UserError: The bound is not a finite number above 0.
+
+    Example:
+        >>> class Halved(ClipRule):
+        ...     def factors(self, norms, bounds):
+        ...         return super().factors(norms, bounds) / 2
+        >>> engine = FlashEngine(model, clipping=Halved(1.0))
+    """
 
     name: ClassVar[str] = "flat"
     learns: ClassVar[bool] = False  # whether a step changes the bounds
@@ -44,14 +59,17 @@ class ClipRule:
         self.bounds = [_bound(max_grad_norm)]
 
     def bind(self, names: Sequence[str]) -> None:
-        """Learn which parameters are trained; called once, before the first step."""
+        """Learn the `names` of the trained parameters; called once, before the first step."""
 
     def group_of(self, name: str) -> int:
-        """Return the group of a parameter."""
+        """Return the index in `bounds` of the group of parameter `name`."""
         return 0
 
     def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
-        """Return the factors of norms, (G, B), given the bounds: (G, 1), or a number for one group."""
+        """Return factors for `norms`, (G, B), given `bounds`: (G, 1), or a number for one group.
+
+        A factor times its norm must be at most the bound.
+        """
         return (bounds / norms).clamp(max=1.0)
 
     def sensitivity(self) -> float:
@@ -60,7 +78,7 @@ class ClipRule:
 
     @property
     def max_grad_norm(self) -> float:
-        """C: the bound of all groups together. Setting it scales the bound of every group."""
+        """The bound C of all groups together. Setting it scales the bound of every group."""
         return self.sensitivity()
 
     @max_grad_norm.setter
@@ -71,22 +89,30 @@ class ClipRule:
     # -- rules that learn from a step ----------------------------------------------------------------------------------
 
     def observe(self, norms: Tensor, finite: Tensor) -> Tensor | None:
-        """Return what the rule counts in a micro-batch, of its norms (G, B) and which samples have a share (B,)."""
+        """Return the count that the rule takes of a micro-batch, given norms (G, B) and finite samples (B,)."""
 
     def noise_multiplier(self, given: float) -> float:
-        """Return the noise multiplier of the sums: more than what is accounted for, if the rule releases something."""
+        """Return the noise multiplier of the sums: a larger one than given, if the rule releases a count besides."""
         return given
 
     def count_noise(self) -> float:
-        """Draw the noise of what the step releases besides the sums."""
+        """Draw the noise of the count that the step releases besides the sums."""
         return 0.0
 
     def end_step(self, released: float, samples: float) -> None:
-        """Use what was counted in the step on all ranks, with its noise. `samples`: the expected batch size."""
+        """Change the bounds by the noisy count of the step on all ranks. `samples` is the expected batch size."""
 
 
 class Automatic(ClipRule):
-    """Rule that scales every sample by C / (n + γ): there is no threshold to tune (Bu et al. 2022, AUTO-S)."""
+    """Clipping rule `automatic`: every sample is scaled by C / (n + γ), without a threshold (Bu et al. 2022, AUTO-S).
+
+    Args:
+        max_grad_norm: The bound C.
+        gamma: γ above 0: keeps small gradients small.
+
+    Example:
+        >>> engine = FlashEngine(model, clipping=Automatic(1.0, gamma=0.05))
+    """
 
     name = "automatic"
 
@@ -99,7 +125,14 @@ class Automatic(ClipRule):
 
 
 class Normalised(ClipRule):
-    """Rule that gives every sample the norm C. A gradient below 1e-7 of C counts as zero and stays zero."""
+    """Clipping rule `normalised`: every sample gets the norm C. A gradient below 1e-7 of C counts as zero.
+
+    Args:
+        max_grad_norm: The norm C.
+
+    Example:
+        >>> engine = FlashEngine(model, clipping=Normalised(1.0))
+    """
 
     name = "normalised"
 
@@ -108,7 +141,15 @@ class Normalised(ClipRule):
 
 
 class Psac(ClipRule):
-    """Per-sample adaptive clipping, C / (n + r / (n + r)): small gradients keep small shares (Xia et al. 2023)."""
+    """Clipping rule `psac`: each sample is scaled by C / (n + r / (n + r)); small ones stay small (Xia et al. 2023).
+
+    Args:
+        max_grad_norm: The bound C.
+        r: The stability constant r above 0.
+
+    Example:
+        >>> engine = FlashEngine(model, clipping=Psac(1.0, r=0.2))
+    """
 
     name = "psac"
 
@@ -121,11 +162,16 @@ class Psac(ClipRule):
 
 
 class PerLayer(ClipRule):
-    """Rule that clips each parameter by itself, as Opacus's `per_layer` does.
+    """Clipping rule `per_layer`: each parameter is clipped by itself, as Opacus's `per_layer` does.
 
     Args:
-        max_grad_norm: One bound for each trained parameter, in their order; or one number C for all of them together:
-            each of the G parameters then gets C / √G.
+        max_grad_norm: One bound for each trained parameter, in the model's order; or one number C for all of them
+            together, of which each of G parameters gets C / √G.
+
+    Example:
+        >>> engine = FlashEngine(model, clipping=PerLayer([0.5, 0.1, 0.5, 0.1]))
+        >>> print(round(engine.max_grad_norm, 3))
+        0.721
     """
 
     name = "per_layer"
@@ -156,11 +202,14 @@ class PerLayer(ClipRule):
 
 
 class PerGroup(ClipRule):
-    """Groups of parameters, each clipped by itself.
+    """Clipping rule `per_group`: groups of parameters, each clipped by itself.
 
     Args:
         max_grad_norm: Pattern of names (as in `fnmatch`) -> bound of its group. A parameter belongs to the first
             pattern that matches its name; every trained parameter has to match one.
+
+    Example:
+        >>> engine = FlashEngine(model, clipping=PerGroup({"*bias": 0.1, "*": 1.0}))
     """
 
     name = "per_group"
@@ -186,11 +235,26 @@ class PerGroup(ClipRule):
 
 
 class Adaptive(ClipRule):
-    """Rule whose C follows a quantile of the norms, from a noisy count of samples below it (Andrew et al. 2021).
+    """Clipping rule `adaptive`: C follows a quantile of the norms, by a noisy count of samples (Andrew et al. 2021).
 
-    The count is released with noise of standard deviation `unclipped_num_std`. More noise on the sums pays for it:
-    σ_sums = (σ⁻² − (2 · unclipped_num_std)⁻²)^(−½), so that both releases together are one Gaussian mechanism with the
-    noise multiplier σ that is accounted for. Arguments are named as in Opacus.
+    The count has noise of standard deviation `unclipped_num_std`. The sums get more noise in return:
+    σ_sums = (σ⁻² − (2 · unclipped_num_std)⁻²)^(−½). Both releases together are one Gaussian mechanism with the noise
+    multiplier σ that is accounted for. Arguments are named as in Opacus.
+
+    Args:
+        max_grad_norm: C of the first step.
+        target_unclipped_quantile: Share of samples that should stay unclipped, between 0 and 1.
+        clipbound_learning_rate: How fast C follows.
+        max_clipbound: Largest C.
+        min_clipbound: Smallest C.
+        unclipped_num_std: Standard deviation of the noise on the count; above half of the noise multiplier.
+
+    Example:
+        >>> _, private, _ = PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0,
+        ...     clipping=Adaptive(1.0, target_unclipped_quantile=0.7),
+        ... )
     """
 
     name = "adaptive"
@@ -246,7 +310,7 @@ CLIP_RULES: dict[str, type[ClipRule]] = {
 
 
 def make_rule(clipping: str | ClipRule, max_grad_norm: Any, **options: Any) -> ClipRule:
-    """Return the rule of that name, or the rule that is given."""
+    """Return the rule of that name with these bounds and options, or the rule that is given."""
     if isinstance(clipping, ClipRule):
         if options:
             raise UserError(f"{', '.join(options)}: give such options to the rule itself")

@@ -21,7 +21,7 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
-    """(B,): Σ_{t,s} G'[s, id_t]·(g_t·x'_s), the inner product of an embedding's and a tied head's gradients.
+    """Return the inner product of an embedding's and a tied head's gradients, Σ_{t,s} G'[s, id_t]·(g_t·x'_s), (B,).
 
     `lookup`: ids and g of the embedding; `outer`: x', G' of the head, G': (B, S, rows). Taken over slices of t, so
     that the (B, S, slice) scratch stays bounded.
@@ -64,12 +64,12 @@ def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
 
 
 def place_of(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that hold the same values in the same memory."""
+    """Return a key that is equal for tensors that hold the same values in the same memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
-    """Σ_i Σ_t g_t x_tᵀ: uses of the same x add their g; others stand one after the other along T."""
+    """Merge Σ_i Σ_t g_t x_tᵀ into one product: uses of the same x add their g, others are concatenated along T."""
     merged: list[tuple[Tensor, Tensor]] = []
     for outer in outers:
         for index, (x, g) in enumerate(merged):

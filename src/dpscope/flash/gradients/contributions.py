@@ -44,8 +44,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def refuse_complex(name: str, parameter: Tensor) -> None:
     if parameter.is_complex():
         raise UserError(
-            f"{name} is a complex parameter: norms and noise are taken of real ones; keep its real and imaginary parts "
-            "as one real parameter (..., 2) and call torch.view_as_complex on it in forward, or freeze it"
+            f"{name} is a complex parameter, and norms and noise are real: make it a real parameter (..., 2) and call "
+            "torch.view_as_complex on it in forward, or freeze it"
         )
 
 
@@ -62,9 +62,10 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sample_products(x: Tensor, g: Tensor) -> Tensor:
-    """(B, T, d), (B, T, p) -> (B, p, d): g_bᵀ x_b as it is stored.
+    """Return g_bᵀ x_b as it is stored, (B, p, d). x: (B, T, d), g: (B, T, p).
 
-    cuBLAS is fast where it may read 16-byte words along p: the columns beyond the last whole word are made apart.
+    cuBLAS is fast if it may read 16-byte words along p, so the columns beyond the last whole word are computed
+    separately.
     """
     left = g.transpose(1, 2)
     if stored_dtype(g.dtype) != g.dtype:
@@ -79,7 +80,7 @@ def sample_products(x: Tensor, g: Tensor) -> Tensor:
 
 
 def chunks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Slices over samples, or features, such that each slice's scratch stays within `SCRATCH_BYTES` (one at least)."""
+    """Yield slices over samples or features whose scratch stays within `SCRATCH_BYTES`, one element at least."""
     step = max(1, SCRATCH_BYTES // max(1, bytes_each))
     for start in range(0, count, step):
         yield slice(start, min(count, start + step))
@@ -104,13 +105,13 @@ class Contribution(Protocol):
         """Return the same with `each` rows beside one another as one sample."""
 
     def materialise(self) -> Tensor:
-        """(B, *shape): the per-sample gradients."""
+        """Return the per-sample gradients, (B, *shape)."""
 
     def norms_squared(self) -> Tensor:
-        """(B,): without keeping per-sample gradients."""
+        """Return squared norms, (B,), without keeping per-sample gradients."""
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        """Σ_b scale_b v_b, added into `out` where given. A sample with scale 0 is left out, even if it holds NaN."""
+        """Return Σ_b scale_b v_b, added into `out` if given. A sample with scale 0 is left out, even if it has NaN."""
 
 
 class Kept:
@@ -163,7 +164,7 @@ class Kept:
 
 
 def kept_products(x: Tensor, g: Tensor) -> Kept:
-    """(B, T, d), (B, T, p) -> g_bᵀ x_b of several samples, with their norms where one kernel makes both."""
+    """Return g_bᵀ x_b of all samples, with their norms if one kernel makes both. x: (B, T, d), g: (B, T, p)."""
     made = products_and_norms(x, g)
     return Kept(sample_products(x, g)) if made is None else Kept(made[0], squares=made[1])
 
@@ -171,7 +172,7 @@ def kept_products(x: Tensor, g: Tensor) -> Kept:
 class Summed:
     """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
 
-    owned: g is the sums of stretches of positions and has no other owner; otherwise an Outer holds it
+    owned: g holds sums over stretches of positions and has no other owner; otherwise an Outer holds it, too
     """
 
     __slots__ = ("g", "owned", "version")
@@ -211,9 +212,9 @@ class Summed:
 
 def refuse_changed(name: str) -> NoReturn:
     raise UserError(
-        f"the input or output gradient of the layer that owns {name} was changed in place between backward "
-        "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
-        "call engine.finish() right after loss.backward()"
+        f"the input or output gradient of the layer that owns {name} was changed in place between backward and the "
+        "optimizer step, which needs it; copy the batch into fresh tensors "
+        "(docs/sharp-edges.md#changes-between-backward-and-step)"
     )
 
 
@@ -260,7 +261,7 @@ class Saved:
 
 
 def fold(rows: Tensor, each: int) -> Tensor:
-    """(B·k, ...) -> (B, k, ...)."""
+    """Return rows (B·k, ...) as (B, k, ...)."""
     return rows.view(-1, each, *rows.shape[1:]) if rows.is_contiguous() else rows.reshape(-1, each, *rows.shape[1:])
 
 
@@ -311,7 +312,7 @@ class Outer(Saved):
         return torch.cat(norms)
 
     def rank1_norms_squared(self) -> Tensor:
-        """T = 1: ||g xᵀ||² = ||x||²||g||²."""
+        """Return squared norms for T = 1: ||g xᵀ||² = ||x||²||g||²."""
         return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:

@@ -24,6 +24,8 @@ SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
 
 @dataclass(frozen=True)
 class PathRow:
+    """Row of `explain()`: how norms and clipped sum of one parameter are computed."""
+
     parameter: str
     module: str
     kind: str
@@ -43,8 +45,21 @@ class BlockRow:
 
 
 class PathTable(Sequence[PathRow]):
-    """Rows, and a table of them through str(); below it, `blocks`: checkpointed ones, if there is a memory budget, and
-    `padding`: how much of the batches was padding, if they were padded."""
+    """Table of the path that each parameter takes, as `FlashEngine.explain()` returns it.
+
+    It is a sequence of rows; `print` shows them as a table.
+
+    Args:
+        rows: One row for each trainable parameter: its module, shapes, path and the reason.
+        blocks: Checkpointed blocks under a memory budget, and whether each is held or runs again.
+        padding: How much of the batches was padding, in words, if they were padded.
+
+    Example:
+        >>> engine = FlashEngine(model)
+        >>> loss_fn(model(x), y).backward()
+        >>> print([(row.parameter, row.path) for row in engine.explain()][0])
+        ('0.weight', 'rank-1')
+    """
 
     def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = (), padding: str = "") -> None:
         self.rows = list(rows)
@@ -76,7 +91,7 @@ def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] |
 def explain_slots(
     slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "", *, measured: bool = False
 ) -> PathTable:
-    """`measured`: time the paths of each product's shape, too."""
+    """Return the table of these slots. `measured` also times the paths of each product's shape."""
     rows = []
     found: dict[object, str] = {}  # layers of one shape are measured once
     for slot in slots:

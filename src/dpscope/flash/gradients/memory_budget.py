@@ -62,8 +62,8 @@ def check_limit(limit: MemoryLimit) -> None:
 class MemoryBudget:
     """Budget of bytes on a device.
 
-    limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
-    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway.
+    limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same for
+    held checkpointed blocks, and a gradient is kept only if that takes no more memory than x and g.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MemoryBudget:
         return self._above
 
     def begin_again(self, above: int) -> None:
-        """Begin the forward pass anew, after passes that were none of the step's: what they took says nothing of it."""
+        """Begin the forward pass again, after passes that were not of the step and say nothing about its memory."""
         self._above = above
         self.begin_forward()
 

@@ -137,12 +137,12 @@ class NormSum:
         return Outer(x, truncated_to_tf32(part.g), part.decision)
 
     def _share(self, part: Outer) -> None:
-        """Layers that read the same x (q, k, v) are one Gram unit."""
+        """Put layers that read the same x (q, k, v) into one Gram unit."""
         x, g = part.first, part.g
         self._sharing.setdefault((*place_of(x), g.dtype), (x, []))[1].append(g)
 
     def result(self) -> Tensor:
-        """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
+        """Return squared norms, (B,). Samples with inf or NaN are left out of the step later."""
         units = [
             GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
             for x, gs in self._sharing.values()

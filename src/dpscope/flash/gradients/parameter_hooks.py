@@ -1,7 +1,7 @@
 """Hooks on parameters (`p.register_hook`, `p.register_post_accumulate_grad_hook`).
 
-They are called with the ordinary gradient of a parameter, which flash clipping never makes: a hook that scales, masks
-or logs it would be left out without a word. So they are refused.
+They are called with the ordinary gradient of a parameter, which flash clipping never makes. So a hook that scales,
+masks or logs it would silently not run. So they are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:
         hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
         if hooks > guards:
             raise UserError(
-                f"{slot.name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which flash "
-                "clipping would never call: no ordinary gradient is made; remove the hook, and change the private "
-                "gradient between engine.finish() and the optimizer's step instead"
+                f"{slot.name} has a gradient hook, which flash clipping would never call because it makes no ordinary "
+                "gradient: remove the hook, and change the private gradient before the optimizer's update instead"
             )

@@ -19,7 +19,7 @@ SHORTEST_RUN = 0.05  # seconds that a path is repeated for
 
 
 def time_paths(x: Sequence[int], p: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Seconds by path, of x: (B, T, d) and g: (B, T, p); infinite where memory ran out."""
+    """Measure seconds of each path for x: (B, T, d) and g: (B, T, p); infinite if memory ran out."""
     generator = torch.Generator(device).manual_seed(0)
     taken: dict[str, float] = {}
     try:

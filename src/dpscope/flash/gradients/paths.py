@@ -12,17 +12,18 @@ update's reading of it cost, in multiply-adds counted as two operations:
 
 Kept gradients are read by the update and, unless their product takes the norms as it writes them
 (kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
-it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, those of float16 in float32:
-other samples may change the path, and must not change whether a gradient overflows.
+it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, but in float32 instead of
+float16. Other samples may change the path, and must not change whether a gradient overflows.
 
-`keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
-and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a
-checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
+`keep` is a candidate if the per-sample gradients take no more memory than what they replace, or if they fit
+(memory_budget.py). They replace the output gradient, and x unless another layer reads it, too, as q, k and v do.
+Nothing is kept in a checkpointed block that will run again, because products for the norm would be dropped with the
+rest.
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
-`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
-as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), or the device
-may round but need not (a CPU), it is no candidate.
+`direct` and `keep` make them. `gram` uses copies of x and g that are rounded already, which a product in TF32 does not
+change. It is no candidate if the sum is made of other tensors (a convolution's patches, a block that runs again), or if
+the device may round but need not (a CPU).
 """
 
 from __future__ import annotations
@@ -88,13 +89,26 @@ def in_microseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """The path taken, why, and what each path was predicted to cost (norm, clipped sum and the update's reading)."""
+    """The path that a layer's norms and clipped sum take, and why.
+
+    Args:
+        path: "rank-1", "gram", "direct" or "keep".
+        reason: Why this path was chosen, in words.
+        costs: Path -> predicted cost of norm, clipped sum and the update's reading of it.
+        kept_if_held: Bytes that would be kept if a checkpointed block were held instead of running again.
+        dtype: Number format of the output gradient, if costs are those of a product.
+
+    Example:
+        >>> decision = choose_path(16, 1, 1024, 1024)
+        >>> print(decision.path, "because of", decision.reason)
+        rank-1 because of one position a sample: |g xᵀ|² = |x|²|g|²
+    """
 
     path: str
     reason: str
     costs: Mapping[str, PathCost] = field(default_factory=dict)
-    kept_if_held: float | None = None  # where a block runs again: bytes of what would be kept if it were held
-    dtype: torch.dtype | None = None  # of g, where costs are those of a product
+    kept_if_held: float | None = None
+    dtype: torch.dtype | None = None
 
 
 LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
@@ -215,14 +229,35 @@ def choose_path(
     runs_again: bool = False,
     in_tf32: bool = True,
 ) -> Decision:
-    """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
+    """Choose the cheapest exact path of a layer with input x: (B, T, d) and output gradient g: (B, T, p).
 
-    width_freed: features of what nothing holds any more once per-sample gradients are kept: those of the output
-    gradient and, where no other layer reads it, those of x; p if not given.
-    keep_fits: per-sample gradients may be kept although they take more memory than that.
-    runs_again: x and g are made once more for the sum.
-    in_tf32: products whose operands are rounded to TF32 leave those alone that TF32 holds.
-    sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
+    Args:
+        batch: Number of samples B.
+        length: Positions of a sample T.
+        d: Input features.
+        p: Output features.
+        itemsize: Bytes of an element of x and g.
+        stored_itemsize: Bytes of an element of per-sample gradients that are kept, if not `itemsize`.
+        rounding: Relative rounding of float32 operands, such as 2⁻¹¹ for TF32; 0 if they are not rounded.
+        unfolded: Description of a convolution's x, which is made of patches of its input.
+        width_freed: Features that are freed once per-sample gradients are kept: those of g and, if no other layer
+            reads it, those of x. Default: `p`.
+        normed: The product that writes kept gradients also takes their norms.
+        forced: Path to use in any case, for tests: "gram", "direct" or "keep".
+        keep_fits: There is room to keep per-sample gradients that take more memory than they free.
+        sharded: The gradient is reduced to a shard block by block, so keeping a single sample's gradient is not free.
+        runs_again: A checkpointed block makes x and g once more for the sum.
+        in_tf32: The device's products leave operands unchanged that are in TF32 already.
+
+    Returns:
+        The path, the reason, and the predicted cost of each path.
+
+    Raises:
+        ValueError: `forced` is no path.
+
+    Example:
+        >>> print(choose_path(16, 1024, 4096, 4096, itemsize=2).path)
+        gram
     """
     costs = MappingProxyType(
         path_costs(
@@ -311,7 +346,7 @@ def _choices(
 
 
 class PathRules:
-    """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
+    """Rules by which an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
 
     def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, sharded: bool = False) -> None:
         self.forced = forced

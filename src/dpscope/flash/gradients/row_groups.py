@@ -1,8 +1,8 @@
 """Rows of a batch that belong to one sample: its augmented views (K each), or the rows of one user.
 
-The gradient of such a sample is the mean over its rows, and is clipped as one. Layers and forward passes know of rows
-alone: what they leave is put together here, as soon as it arrives. To a product, the rows of a sample are more
-positions of it, so with K rows each nothing is copied.
+The gradient of such a sample is the mean over its rows, and is clipped as one. Layers and forward passes only know
+rows. What they record is combined here as soon as it arrives. To a product, the rows of a sample are more positions of
+it, so with K rows each nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A slot for each trainable parameter: where what backward passes leave for it gathers until the micro-batch closes."""
+"""Slots, one for each trainable parameter: they collect what backward passes leave until the micro-batch closes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Slot:
         self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
 
     def add(self, contribution: Contribution) -> None:
-        """Per-sample gradients are added into those that are there, where that is possible: only one need be held."""
+        """Add a contribution. Per-sample gradients are added into those that are held already, if possible."""
         held = self.contributions
         if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
             held.append(contribution)

@@ -72,7 +72,7 @@ class Geometry:
         return F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)]) if any(self.padding) else x
 
     def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
-        """x: (b, C, *) -> (b·groups, C/groups · Π kernel, L), the windows under the `out` positions."""
+        """Return the windows under the `out` positions of x: (b, C, *) -> (b·groups, C/groups · Π kernel, L)."""
         x = self.padded(x)
         batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
         size = (batch, self.groups, channels, *out, *self.kernel)
@@ -172,7 +172,7 @@ class ConvProduct:
             self.x = _padded(x, geometry)
 
     def _in_words(self, rows: Tensor, geometry: Geometry) -> Tensor:
-        """(…, *positions) -> (…, length), filled up with zeros to whole words, so that a thread copies several."""
+        """Return (…, *positions) as (…, length), padded with zeros to whole words, so that a thread copies several."""
         rows = rows.contiguous()
         missing = self.plan.missing
         return F.pad(rows.flatten(rows.dim() - len(geometry.kernel)), (0, missing)) if missing else rows
@@ -230,7 +230,7 @@ def conv_products(
 
 @allocates(GRADIENTS, "aten::new_empty")
 def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
-    """Σ_b scale_b V_b: (O, d) float32."""
+    """Return Σ_b scale_b V_b, (O, d) float32."""
     plan = product.plan
     each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
     parts = -(-plan.batch // each)
@@ -257,7 +257,7 @@ def _place(
     tile, p, d, kernel, kernel_w, line_tap, tap, area, whole,
     POINTWISE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of a tile, and where a column's window begins in a group's channels."""
+    """Return rows and columns of a tile, and where a column's window begins in a group's channels."""
     columns = tl.cdiv(d, BLOCK_N)
     o = (tile // columns) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -274,7 +274,7 @@ def _multiply(
     x_rows, g_rows, first, o_in, n_in, length, whole, width_out, line, step, acc,
     POINTWISE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + g·windows over the positions from `first` on. x_rows: (BLOCK_N,), g_rows: (BLOCK_O,) pointers."""
+    """Return acc + g·windows over the positions from `first` on. x_rows: (BLOCK_N,), g_rows: (BLOCK_O,) pointers."""
     t = first + tl.arange(0, BLOCK_K)
     g_tile = tl.load(g_rows[:, None] + t[None, :], mask=o_in[:, None] & (t < whole)[None, :], other=0.0)
     if POINTWISE:

@@ -1,8 +1,8 @@
-"""How far torch rounds the operands of float32 matrix products: the user decides (TF32), the engine follows.
+"""Rounding of the operands of float32 matrix products (TF32), which the user sets and the engine follows.
 
-A product of rounded operands is another gradient than the exact one, and where positions cancel it may be a much larger
-one. So its norm has to be taken of the products themselves, and the sum has to be of those same products; or both of
-operands that TF32 holds as they are (`truncated_to_tf32`).
+A product of rounded operands differs from the exact gradient, and if positions cancel it may be much larger. So norm
+and sum have to be of the same rounded products, or both of operands that TF32 holds without rounding
+(`truncated_to_tf32`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cudnn_in_tf32(device: torch.device, operator: str) -> bool:
 
 @contextmanager
 def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
-    """Matrix products of float32 on `device` round their operands where cuDNN's `operator` does."""
+    """Round operands of float32 matrix products inside the block if cuDNN's `operator` rounds its own."""
     if not cudnn_in_tf32(device, operator) or operand_rounding(device) > 0.0:
         yield
         return

@@ -71,7 +71,7 @@ def fused_sgd_(
     starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.SGD on grad = (sum + noise)·grad_scale, in place.
+    """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
@@ -144,7 +144,7 @@ def fused_adam_(
     starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (sum + noise)·grad_scale, in place.
+    """Apply torch.optim.Adam, or AdamW if decoupled_weight_decay, to grad = (sum + noise)·grad_scale, in place.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
@@ -248,7 +248,7 @@ def _update(
 def _described(
     name: str, columns: Sequence[Sequence[Tensor]], factors: Tensor | None, members: Sequence[int]
 ) -> Launch:
-    """Parameters, sums and state are read; parameters and state are written."""
+    """Describe the launch: parameters, sums and state are read; parameters and state are written."""
     params, sums, *states = ([column[i] for i in members] for column in columns)
     return Launch(
         name=name,
@@ -277,7 +277,7 @@ def _gradient(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(sum + noise)·scale for one block, negated to maximize; float32."""
+    """Return (sum + noise)·scale for one block, float32, negated to maximize."""
     grad = sum_of_samples(sums, index, size, factors, samples, AT_ONCE, BLOCK)
     if NOISE:
         grad += noise_std * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)

@@ -38,7 +38,7 @@ def _gram_tile(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows [row, row+BLOCK_T) against rows [col, col+BLOCK_S) of one sample, summed over `count` segments, float32.
+    """Multiply rows [row, row+BLOCK_T) by rows [col, col+BLOCK_S) of one sample, summed over segments, float32.
 
     PRECISION: of products of float32 operands.
     """
@@ -81,7 +81,7 @@ def _gram_tile(
 def _store_sums(
     partials, x_gram, g_gram, row, col, length, x_width, g_width, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Σ w_ts x_gram g_gram over the tile, w = 2 below the diagonal, 1 on it, 0 above; Σ_t ‖x_t‖‖g_t‖, and `lost`."""
+    """Store Σ w_ts x_gram g_gram of the tile (w: 2 below the diagonal, 1 on it, 0 above), Σ_t ‖x_t‖‖g_t‖ and `lost`."""
     program = tl.program_id(0)
     t = row + tl.arange(0, BLOCK_T)[:, None]
     s = col + tl.arange(0, BLOCK_S)[None, :]
@@ -184,7 +184,7 @@ def _gram_ids_kernel(
 
 @jit
 def _wide_rows(segments, segment, sample, start, k, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
-    """Features [k, k+K) of rows [start, start+BLOCK) of one segment, float64."""
+    """Load features [k, k+K) of rows [start, start+BLOCK) of one segment, float64."""
     entry = segments + segment * 4
     base = tl.load(entry).to(tl.pointer_type(DTYPE)) + sample.to(tl.int64) * tl.load(entry + 2)
     t = start + tl.arange(0, BLOCK)

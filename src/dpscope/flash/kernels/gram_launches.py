@@ -123,7 +123,7 @@ def _read_of(unit: GramUnit) -> list[Tensor]:
 
 
 def _finish_on_device(kind: UnitKind, tables: UnitTables, sums: Tensor) -> Tensor:
-    """(3, units, B) float32 -> (B,) float64, without waiting for the device."""
+    """Add up sums (3, units, B) to squared norms (B,) in float64, without waiting for the device."""
     _, units, batch = sums.shape
     sums = sums.contiguous()
     squares = torch.empty((units, batch), dtype=torch.float64, device=sums.device)

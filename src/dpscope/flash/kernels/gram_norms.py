@@ -34,8 +34,8 @@ position with ‖x_t‖² or ‖g_t‖² below SMALL is counted with the most th
     lost = Σ_t √(‖x_t‖² + d·2⁻¹²⁶) √(‖g_t‖² + p·2⁻¹²⁶)     over those t,
 
 and a sample whose square is not finite, or not large beside lost², is computed once more in float64, which holds the
-squares of all float32 squares. The kernel for that runs after every launch and ends at once where there is nothing to
-do, so that the device never waits for the host.
+squares of all float32 squares. The kernel for that runs after every launch and ends at once if there is nothing to do,
+so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gram_norms_squared(
     backend: Backend = "auto",
     tiles: GramTiles | None = None,
 ) -> Tensor:
-    """Σ over units of ‖Σ_t g_t x_tᵀ‖², per sample: (B,) float64.
+    """Return Σ over units of ‖Σ_t g_t x_tᵀ‖² for each sample, (B,) float64.
 
     Units share B; T, widths and dtypes may differ. `tiles` forces a configuration (for measurements).
     """
@@ -118,7 +118,7 @@ def _with_rows(tensor: Tensor, aligns: bool) -> Tensor:
 
 
 def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
-    """(3, B): Σ w_ts (x_t·x_s)(g_t·g_s), S and `lost`, by strips of rows."""
+    """Return Σ w_ts (x_t·x_s)(g_t·g_s), S and `lost`, (3, B), computed by strips of rows."""
     batch, length, g_width = unit.gs[0].shape[0], unit.gs[0].shape[1], sum(g.shape[2] for g in unit.gs)
     x_width = sum(x.shape[2] for x in unit.xs)
     sums = torch.zeros(3, batch, dtype=dtype, device=unit.gs[0].device)
@@ -170,12 +170,12 @@ def _gram_norms_torch(units: list[GramUnit]) -> Tensor:
 
 
 def _floored(sums: Tensor, floor: float) -> Tensor:
-    """max(square, floor·S²), NaN where either is: see the guarantee above. sums: (3, B)."""
+    """Return max(square, floor·S²), NaN if either is: see the guarantee above. sums: (3, B)."""
     return torch.maximum(sums[0], sums[1].square() * floor)
 
 
 def _gram_strip(tensors: Sequence[Tensor], chosen: slice, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Rows [start, stop) against rows [0, stop) of the chosen samples: (b, stop-start, stop)."""
+    """Multiply rows [start, stop) by rows [0, stop) of the chosen samples: (b, stop-start, stop)."""
     strip: Tensor | None = None
     for tensor in tensors:
         for part in _feature_chunks(tensor[chosen, :stop], dtype):

@@ -1,4 +1,4 @@
-"""How a launch of Gram norms is cut into tiles: their sizes, and which of them meet or lie below the diagonal."""
+"""Tiles of a launch of Gram norms: their sizes, and which of them meet or lie below the diagonal."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class GramTiles:
 
 
 def choose_tiles(kind: UnitKind, device: torch.device) -> GramTiles:
-    """Half precision on Hopper: measured on an H200 (bench_gram_norms.py, 2026-11-15), all Linear layers of preset 1b.
+    """Choose the tiles of a launch, as measured on an H200 (bench_gram_norms.py, 2026-11-15) for layers of preset 1b.
 
-    128×128×64 with 8 warps and 4 stages through descriptors takes 2.04 ms at B=16, T=256 (64×128×128: 2.9 ms) and
+    Half precision: 128×128×64, 8 warps, 4 stages, descriptors take 2.04 ms at B=16, T=256 (64×128×128: 2.9 ms) and
     22.7 ms at B=16, T=1024. float32, one unit of 2048 and 2048 features at B=8, T=1024: 64×64×32 with 4 warps and 3
     stages takes 0.53 ms, 128×64 0.60, 128×128 0.68, cuBLAS without tf32 1.23 (2026-11-15). The other choices are not
-    measured: shorter samples take smaller tiles, and what has no descriptors or no tensor cores takes what fits.
+    measured: shorter samples use smaller tiles, and devices without descriptors or tensor cores use what fits.
     """
     hopper = is_hopper(device)
     tma = hopper and kind.aligned
@@ -51,7 +51,7 @@ def choose_tiles(kind: UnitKind, device: torch.device) -> GramTiles:
 
 @functools.lru_cache(maxsize=64)
 def tile_table_of(length: int, block_t: int, block_s: int, device: torch.device) -> tuple[Tensor, int]:
-    """(i, j) of every tile that holds some t >= s, flat: i0, j0, i1, j1, …; and their number."""
+    """Return (i, j) of every tile that holds some t >= s, flat (i0, j0, i1, j1, …), and the number of tiles."""
     n_rows, n_cols = -(-length // block_t), -(-length // block_s)
     tiles = [(i, j) for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s]
     (table,) = table_on(device, [value for tile in tiles for value in tile], wait=True)

@@ -1,6 +1,6 @@
 """Norms and clipped sums of per-sample gradients that are stored, each in one read, all parameters in one launch.
 
-A parameter whose per-sample gradients v_b are kept as values: (B, *shape) needs of them, once all parameters are known,
+If a parameter's per-sample gradients v_b are kept as values: (B, *shape), two results of them are needed:
 
     norms   Σ ‖v_b‖² over all parameters, per sample;
     sums    Σ_b c_b v_b, written, or added to what is there.
@@ -55,7 +55,7 @@ _WIDE_BLOCK = constant(1024)  # few registers: those of the rare case are taken 
 
 
 def kept_norms_squared(values: Sequence[Tensor], *, backend: Backend = "auto") -> Tensor:
-    """Σ over tensors of ‖values_b‖²: (B,) float64, inf or NaN for samples that are not finite. values: (B, …) each."""
+    """Return Σ over tensors (B, …) of ‖values_b‖²: (B,) float64, inf or NaN for samples that are not finite."""
     if not values:
         raise ValueError("kept_norms_squared needs at least one tensor")
     values = list(map(Tensor.contiguous, values))
@@ -73,9 +73,9 @@ def kept_sums(
     outs: Sequence[Tensor | None] | None = None,
     backend: Backend = "auto",
 ) -> list[Tensor]:
-    """Σ_b factors_b · values_b of every tensor, added into its `out` where given. values: (B, *shape), factors: (B,).
+    """Return Σ_b factors_b · values_b of every tensor (B, *shape), added into its `out` if given. factors: (B,).
 
-    Fresh sums are float32, float64 for float64 values; an `out` of another dtype is rounded to once.
+    New sums are float32, or float64 for float64 values. A sum is rounded once to the dtype of its `out`.
     """
     factors = checked_factors(factors, values)
     values = list(map(Tensor.contiguous, values))
@@ -142,7 +142,7 @@ def samples_at_once(factors: Tensor | None) -> int:
 
 @jit
 def sum_of_samples(values, index, size, factors, samples, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ_b factors_b · values_b at `index`, float32. values: (samples, size); the sum itself where factors is None."""
+    """Return Σ_b factors_b · values_b at `index`, float32; without factors, load the sum. values: (samples, size)."""
     if factors is None:
         total = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
     else:
@@ -230,7 +230,7 @@ def _kept_norms_kernel(
 
 
 def sums_by_torch(rows: Tensor, factors: Tensor) -> Tensor:
-    """(B, n), (B,) -> (n,): Σ_b factors_b rows_b, in float32, float64 for float64."""
+    """Return Σ_b factors_b rows_b, (n,), in float32, or float64 for float64. rows: (B, n), factors: (B,)."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     live = (factors.abs() > 0).unsqueeze(1)
     factors = factors.to(dtype).nan_to_num()
@@ -244,7 +244,7 @@ def sums_by_torch(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def row_norms_squared(rows: Tensor) -> Tensor:
-    """(B, …) -> (B,), ‖rows_b‖² in float64. Rows first, then their squares.
+    """Return ‖rows_b‖² in float64, (B,). rows: (B, …).
 
     On a GPU a row's norm is taken in float32, where squares below 2⁻¹²⁶ count as zero: they are counted as that much,
     so that no norm is too small. Norms above 1e19 overflow there, and the sample is left out.
@@ -256,9 +256,9 @@ def row_norms_squared(rows: Tensor) -> Tensor:
 
 
 def last_norms(values: Tensor) -> Tensor:
-    """(..., n) -> (...), norms over the last dimension.
+    """Return norms over the last dimension: (..., n) -> (...).
 
-    torch adds up a norm's squares in few running sums on a CPU: float32 then loses 1e-5 at n = 10⁴ and a percent at
+    On a CPU torch adds up squares in few running sums: float32 then loses 1e-5 at n = 10⁴ and a percent at
     10⁷. There it is taken in float64; on a GPU it is a tree of partial sums.
     """
     dtype = torch.float64 if values.device.type == "cpu" else torch.promote_types(values.dtype, torch.float32)

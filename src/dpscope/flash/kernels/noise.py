@@ -171,10 +171,10 @@ def chunks(tensor: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 
 
 class HostStream:
-    """z under the key (seed, offset), made by torch a window at a time, for tensors that ask in the order of elements.
+    """Stream of standard normals under a key (seed, offset), made a window at a time, in the order of elements.
 
-    spans: (first element, number of elements) of those that will ask. A window goes on into the next of them where the
-    elements do. On a CPU threads make the noise, unless `backend` asks for that of the kernels.
+    spans: (first element, number of elements) of those that will ask. A window continues into the next span if their
+    elements are consecutive. On a CPU threads make the noise, unless `backend` asks for that of the kernels.
     """
 
     def __init__(self, seed: int, offset: int, spans: Sequence[tuple[int, int]], backend: Backend) -> None:

@@ -34,7 +34,7 @@ _WORD = 2**32 - 1
 
 @jit
 def normal_block(seed, offset, element, SIZE: tl.constexpr):
-    """SIZE normals for elements [element, element + SIZE); element is a multiple of four, seed and offset int64."""
+    """Draw normals for elements [element, element + SIZE); element is a multiple of four, seed and offset are int64."""
     block = element // 4 + tl.arange(0, SIZE // 4).to(tl.int64)
     low = block.to(tl.uint32)
     offset_low = low * 0 + offset.to(tl.uint32)
@@ -63,7 +63,7 @@ def normals(block: Tensor, seed: int, offset: int) -> Tensor:
 
 
 def _philox(block: Tensor, seed: int, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on 32-bit words held in int64; a product's high word survives the wrap-around of int64."""
+    """Run ten rounds on 32-bit words held in int64; a product's high word survives the wrap-around of int64."""
     c0, c1 = block & _WORD, (block >> 32) & _WORD
     c2, c3 = torch.full_like(block, offset & _WORD), torch.full_like(block, (offset >> 32) & _WORD)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD

@@ -28,7 +28,7 @@ _STRIDE = 32 * 40_503
 
 
 def projections(values: Sequence[Tensor], numbers: Sequence[int], *, backend: Backend = "auto") -> Tensor:
-    """(2, B) float64: the projections and the squares of tensors (B, …). `numbers`: each tensor's, for its signs."""
+    """Return projections and squared norms of tensors (B, …): (2, B) float64. Each tensor's number gives its signs."""
     values = list(map(Tensor.contiguous, values))
     batch = len(values[0])
     starts = [number * _STRIDE for number in numbers]
@@ -101,7 +101,7 @@ dry_run.forget_between(_signs.cache_clear)
 
 
 def _project(tensor: Tensor, number: int) -> Tensor:
-    """(B, …) -> (B,): the sign of an element is that of its row times that of its column."""
+    """Project a tensor (B, …) to (B,): the sign of an element is that of its row times that of its column."""
     if tensor.dtype == torch.float16:  # sums would overflow
         tensor = tensor.float()
     rows = tensor.reshape(tensor.shape[0], -1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1, 1)

@@ -96,7 +96,7 @@ def _scaled_squares(v, factor):
 
 @gluon.jit
 def _sum_of_squares(v):
-    """Float64. In float32 where that holds the sum; else again, of values scaled by a power of two that it holds."""
+    """Return Σ v² in float64: summed in float32 if that holds it, else again of values scaled by a power of two."""
     total = _scaled_squares(v, 1.0)
     wide = total.to(gl.float64)
     held = (total >= _LEAST_SQUARES) & (total < float("inf"))
@@ -170,7 +170,7 @@ def _sample_products_kernel(
     g_rows, x_rows, v_rows, squares, tiles, rows, columns, steps,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
-    """squares: (tiles, 2), of the values stored. tiles: of all samples; rows, columns: of tiles in a sample."""
+    """Compute tiles of all samples. squares: (tiles, 2), of the stored values; rows, columns: tiles of a sample."""
     g_ring = gl.allocate_shared_memory(g_rows.dtype, [STAGES * 2, 1, BLOCK_K, _ROWS], g_rows.layout)
     x_ring = gl.allocate_shared_memory(x_rows.dtype, [STAGES, 1, BLOCK_K, _COLUMNS], x_rows.layout)
     buffers = gl.allocate_shared_memory(v_rows.dtype, [2, 1, _ROWS, _STORED], v_rows.layout)
@@ -220,9 +220,9 @@ def _multiprocessors(index: int) -> int:
 def launch(
     x: Tensor, g: Tensor, block_k: int, stages: int, lead: int, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values (B, p, d), and squares (B, parts) float64. `block_k`: positions a step; `stages`: steps in the ring.
+    """Return values (B, p, d), and squares (B, parts) float64. block_k: positions a step; stages: steps in the ring.
 
-    A kernel that is compiled is called directly: Triton's own way to it reads the types of all arguments once more,
+    A compiled kernel is called directly, because Triton would read the types of all arguments once more,
     which for descriptors takes longer than everything else here.
     """
     (batch, length, p), d = g.shape, x.shape[2]

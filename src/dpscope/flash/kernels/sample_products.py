@@ -80,9 +80,9 @@ _checking = threading.Lock()
 
 
 def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = None) -> tuple[Tensor, Tensor] | None:
-    """(B, T, d), (B, T, p) -> values (B, p, d) in the dtype of x and g, and parts of Σ‖values_b‖²: (B, parts) float64.
+    """Return g_bᵀ x_b, (B, p, d) in the dtype of x and g, and parts of their squared norms, (B, parts) float64.
 
-    None where the kernel does not serve the call. `tiles` forces a configuration (for measurements).
+    Return None if the kernel does not serve the call. `tiles` forces a configuration (for measurements).
     """
     if not makes_norms(x, g):
         return None
@@ -124,7 +124,7 @@ def _is_served(x: Tensor, g: Tensor) -> bool:
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """On 9.0 alone: later GPUs have other instructions in its place."""
+    """Return whether the device has wgmma: only capability 9.0 does, later GPUs have other instructions."""
     known = dry_run.current() is not None or has_gluon()
     return device.type == "cuda" and known and capability(device_index(device)) == (9, 0)
 
@@ -172,7 +172,7 @@ def _is_right(device: torch.device, tiles: ProductTiles) -> bool:
 
 
 def _check(device: torch.device, tiles: ProductTiles) -> None:
-    """Run the kernel once; where it fails or gives something else, turn it off for the process and say so."""
+    """Run the kernel once. If it fails or its result is wrong, turn it off for the process and warn."""
     try:
         problem = _problem(device, tiles)
     except Exception as error:  # Gluon may fail in any way: at import, in the compiler, at the launch
@@ -180,9 +180,8 @@ def _check(device: torch.device, tiles: ProductTiles) -> None:
     if problem:
         _faults.append(problem)
         warnings.warn(
-            f"dpscope's kernel for per-sample products does not work here ({problem}). It is off in this process: "
-            "torch.bmm makes the products, and another kernel their norms. Results are as exact, and steps slower. "
-            "Another version of Triton may help.",
+            f"dpscope's kernel for per-sample products does not work here ({problem}). It is off in this process; "
+            "slower code gives the same results. Another version of Triton may help.",
             stacklevel=2,
         )
 

@@ -49,7 +49,7 @@ _SERVED = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def bias_sums(g: Tensor) -> Tensor:
-    """Σ_t g: (B, T, p) -> (B, p), by torch: on an H200 its sum takes 16 to 50 µs where a kernel took 81 (2026-11-16).
+    """Return Σ_t g, (B, T, p) -> (B, p), by torch: 16 to 50 µs on an H200, where a kernel took 81 (2026-11-16).
 
     Long samples are summed part by part: at once, torch's sum of (8, 1024, 2048) took 134 MB of scratch memory there.
     """
@@ -62,7 +62,7 @@ def bias_sums(g: Tensor) -> Tensor:
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
 def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[Tensor]:
-    """`bias_sums` of each g: (B, T, p), those of equal shapes, strides and dtypes in one launch."""
+    """Return `bias_sums` of each g: (B, T, p). Those of equal shape, stride and dtype share a launch."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, g in enumerate(gs):
         groups.setdefault((g.shape, g.stride(), g.dtype, g.get_device()), []).append(index)
@@ -104,7 +104,7 @@ def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, bac
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, backend: Backend) -> tuple[Tensor, ...]:
-    """(dgamma, dbeta), or dgamma alone where there is no mean."""
+    """Return (dgamma, dbeta), or dgamma alone if there is no mean."""
     shape = g.shape
     if len(shape) != 3 or x.shape != shape:
         raise ValueError(f"expected (B, T, features) twice, got {tuple(shape)} and {tuple(x.shape)}")
@@ -141,7 +141,7 @@ def _sums_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (b, row block, feature block). partials: (2, or 1 if mean is None; row blocks; B; width) float32."""
+    """Sum one (b, row block, feature block). partials: (2, or 1 if mean is None; row blocks; B; width) float32."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     f = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -225,7 +225,7 @@ def _bias_sums_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (layer · B + b, row block, feature block). table: pointers; partials: (row blocks, layers, B, width)."""
+    """Sum one (layer · B + b, row block, feature block). table: pointers; partials: (row blocks, layers, B, width)."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     f = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -81,7 +81,7 @@ _GROUP_M = 8  # tiles of this many rows run together and share columns in L2
 
 @dataclass(frozen=True)
 class SumTiles:
-    """How outputs are cut, and how many steps of K are in flight.
+    """Tiles of the outputs, and the number of steps of K in flight.
 
     Measured on an H200 (2026-11-15, torch 2.11, triton 3.6): milliseconds on the device for all Linear weights and the
     head of preset 1b, bfloat16. The default comes first after the ideal; a fourth stage is a tie and takes more memory.
@@ -133,9 +133,9 @@ def scaled_sums(
     backend: Backend = "auto",
     tiles: SumTiles | None = None,
 ) -> list[Tensor]:
-    """Σ_b scale_b · G_bᵀX_b of every pair: (p, d), float32 for half-precision inputs, otherwise in the inputs' dtype.
+    """Return Σ_b scale_b · G_bᵀX_b of every pair, (p, d): float32 for half-precision inputs, else the inputs' dtype.
 
-    Sums are added to an `out` where given; no two may be the same tensor. `let_go_together`: the caller keeps none of
+    Sums are added to an `out` if given; no two may be the same tensor. `let_go_together`: the caller keeps none of
     the others longer, so that they may share memory. `tiles` forces a configuration (for measurements).
     """
     given = outs or [None] * len(gs)
@@ -193,7 +193,7 @@ class _SumGroup:
         return [list(map(Tensor.data_ptr, column)) for column in (self.gs, self.xs, self.outs)]
 
     def is_served(self) -> bool:
-        """Half precision on Hopper, rows of whole 16-byte words; shorter samples leave most of a K block empty."""
+        """Return whether the kernel serves the group: half precision on Hopper, aligned rows, at least 16 positions."""
         g, x, out = self.gs[0], self.xs[0], self.outs[0]
         return (
             g.dtype == x.dtype
@@ -208,7 +208,7 @@ class _SumGroup:
         )
 
     def table(self, start: int) -> list[int]:
-        """Pointers to g, x and out of every pair, from sample `start` on."""
+        """Return pointers to g, x and out of every pair, from sample `start` on."""
         g_skip, x_skip = (start * each.stride(0) * each.element_size() for each in (self.gs[0], self.xs[0]))
         return [n for g, x, out in zip(*self.pointers, strict=True) for n in (g + g_skip, x + x_skip, out)]
 
@@ -217,7 +217,7 @@ class _SumGroup:
 def _fresh(
     count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, let_go_together: bool
 ) -> list[Tensor]:
-    """Tensors for sums; many in one allocation where they may share memory and it stays small."""
+    """Allocate tensors for sums: many in one allocation if they may share memory and it stays small."""
     size = shape[0] * shape[1] * dtype.itemsize
     at_once = TOGETHER_BYTES // size if let_go_together and size and size % 16 == 0 else 0
     if at_once < 2:
@@ -269,7 +269,7 @@ def _tile_sum(
     g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Σ_b c_b G_bᵀX_b for rows [m, m+BLOCK_M) and columns [n, n+BLOCK_N), float32."""
+    """Return Σ_b c_b G_bᵀX_b for rows [m, m+BLOCK_M) and columns [n, n+BLOCK_N), float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     current = _next_factor(scale, -1, batch, min_scale, 1.0)
     b = batch * 0
@@ -293,7 +293,7 @@ def _tile_sum(
 
 @jit
 def _place(tile, p, d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """First row and column of a tile; tiles that run together share rows and columns in L2."""
+    """Return the first row and column of a tile; tiles that run together share rows and columns in L2."""
     rows = tl.cdiv(p, BLOCK_M)
     width = GROUP_M * tl.cdiv(d, BLOCK_N)
     first = (tile // width) * GROUP_M
@@ -428,7 +428,7 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
 
 
 def _positions_last(rows: Tensor) -> Tensor:
-    """(b, T, n) -> (n, b·T), read in the order in which it lies: positions of an image are side by side."""
+    """Return rows (b, T, n) as (n, b·T), read in memory order: positions of an image are side by side."""
     if rows.stride(2) != 1 and rows.stride(1) == 1:
         return rows.permute(2, 0, 1).reshape(rows.shape[2], -1)
     return rows.reshape(-1, rows.shape[2]).T

@@ -52,7 +52,7 @@ def noise_starts(tensors: Sequence[Tensor], first: int = 0) -> list[int]:
 
 
 def noise_span(tensor: Tensor) -> int:
-    """Numbers that a tensor takes up."""
+    """Return how many numbers of the noise stream a tensor takes: its elements, rounded up to four."""
     return (tensor.numel() + 3) // 4 * 4
 
 
@@ -136,9 +136,9 @@ def list_launches(
 def _read(
     columns: Sequence[Sequence[Tensor]], starts: Sequence[int], stacked: int | None, samples: int
 ) -> tuple[list[int], Pointers, Kinds]:
-    """Elements of the tensors of each index (in the column `stacked`, of one sample), their pointers, and kinds.
+    """Return sizes of the tensors of each index (in the column `stacked`, of one sample), their pointers, and kinds.
 
-    Column by column: what is asked of a tensor is asked while it is in the cache.
+    It goes column by column, so that a tensor is read while it is in the cache.
     """
     count = len(columns[0])
     if any(len(column) != count for column in columns):
@@ -203,7 +203,7 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
 def _extents(
     sizes: tuple[int, ...], starts: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """chunk_starts, (elements, first element in the stream) of each tensor, and the number of chunks."""
+    """Return chunk_starts, (elements, first element in the stream) of each tensor, and the number of chunks."""
     chunk_starts = [0, *accumulate(-(-size // chunk) for size in sizes)]
     first, extents = table_on(
         device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, strict=True))), wait=True
@@ -247,5 +247,5 @@ def find_tensor(program, chunk_starts, n_tensors, steps, CHUNK: tl.constexpr):
 
 @jit
 def chunk_size(first, size, CHUNK: tl.constexpr):
-    """Elements of this program's chunk: fewer at the end of a tensor."""
+    """Return the elements of this program's chunk: fewer at the end of a tensor."""
     return tl.minimum(size - first, CHUNK).to(tl.int32)

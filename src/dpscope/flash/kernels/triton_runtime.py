@@ -1,4 +1,4 @@
-"""Where Triton is, and which backend serves a call.
+"""Triton, if it is there, and the choice of the backend that serves a call.
 
 Every kernel file keeps a plain-torch fallback beside its Triton kernel; the choice between the two is made here, by one
 rule. Importing this module looks for Triton and nothing else: no CUDA context is made before a kernel is launched.
@@ -62,7 +62,7 @@ TRITON_DTYPES: dict[torch.dtype, Any] = (
 
 
 def jit(kernel: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """`triton.jit`, whose launches do nothing in a dry run. Without Triton there are launches in dry runs alone.
+    """Compile a kernel with `triton.jit`. Without Triton, return a launcher for dry runs, which launches nothing.
 
     do_not_specialize: integers that vary from call to call, so that their divisibility compiles no kernel anew.
     """
@@ -71,7 +71,7 @@ def jit(kernel: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) ->
 
 
 class Launcher:
-    """A kernel that is not compiled: in a dry run its launches do nothing."""
+    """Kernel that is not compiled; its launches, which only dry runs make, do nothing."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self.__name__ = kernel.__name__
@@ -101,7 +101,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of CUDA device `index`."""
+    """Return the compute capability of CUDA device `index`."""
     planned = dry_run.current()
     return _capability(index) if planned is None else planned.capability
 
@@ -153,7 +153,7 @@ def use_triton(backend: Backend, device: torch.device, *, served: bool, why_not:
 
 
 def rows_are_aligned(*tensors: torch.Tensor) -> bool:
-    """(B, T, features) tensors whose rows begin on 16-byte words: what tensor descriptors need."""
+    """Return whether all rows of tensors (B, T, features) begin on 16-byte words, as tensor descriptors need."""
     for tensor in tensors:
         size = tensor.element_size()
         stride_b, stride_t, stride_f = tensor.stride()
@@ -165,9 +165,9 @@ def rows_are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def with_aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """(B, T, features), contiguous, the features filled up with zeros to whole 16-byte words: a copy, where needed.
+    """Return a tensor (B, T, features) contiguous, its features padded with zeros to whole 16-byte words.
 
-    A vocabulary of 50,257 is the common case: its gradient is copied once rather than read 2 bytes at a time.
+    It is copied if needed. A vocabulary of 50,257 is the common case: one copy instead of reads of 2 bytes.
     """
     missing = -tensor.shape[2] % (16 // tensor.element_size())
     if missing:
@@ -177,7 +177,7 @@ def with_aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device: make it `device`, where it is another."""
+    """Make `device` the current CUDA device inside the block, because Triton launches there."""
     if (
         device.type != "cuda"
         or device.index is None
@@ -204,10 +204,10 @@ def provide_scratch(device: torch.device) -> None:
 def table_on(
     device: torch.device, *rows: Sequence[int] | npt.NDArray[np.int64], wait: bool = False
 ) -> list[torch.Tensor]:
-    """Host integers as int64 tensors on `device`, in one asynchronous copy from pinned memory.
+    """Copy host integers to int64 tensors on `device`, in one asynchronous copy from pinned memory.
 
     Each tensor starts on a 16-byte boundary, so that Triton compiles a kernel once and not once for each alignment.
-    `wait`: for tables that are kept, so that a kernel on any stream finds them.
+    `wait` copies synchronously, for tables that are kept and may be read on any stream.
     """
     flat = array("q")
     starts: list[int] = []

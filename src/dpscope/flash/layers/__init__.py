@@ -56,7 +56,15 @@ _TRANSFORMERS_FAMILIES: dict[str, type[LayerTap]] = {
 
 
 def register_layer(cls: type[nn.Module], handler: type[LayerTap]) -> None:
-    """Teach the engine a module class: `handler` says how its forward and backward run (see `LayerTap`)."""
+    """Register a layer family for a module class.
+
+    Args:
+        cls: The module class. Subclasses that change what its forward does need a registration of their own.
+        handler: The family, a subclass of `LayerTap` that computes its per-sample gradients.
+
+    Example:
+        >>> register_layer(Shift, ShiftTap)  # both as in the example of `LayerTap`
+    """
     _FAMILIES[cls] = handler
     remember(cls)
 
@@ -85,7 +93,7 @@ class Unit:
 def family_of(module: nn.Module) -> type[LayerTap] | None:
     """Return the family whose forward this very module runs.
 
-    A subclass or instance that changes anything of what that forward does belongs to none.
+    A subclass or instance that changes what that forward does belongs to no family.
     """
     if ("forward" in vars(module) and instance_method(module) is None) or parametrize.is_parametrized(module):
         return None
@@ -171,7 +179,7 @@ def _can_be_followed(module: nn.Module) -> bool:
 
 
 def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
-    """Its own parameters are constants. (One that is switched on later is refused at its first gradient.)"""
+    """Return whether its own parameters are frozen. One that is unfrozen later is refused at its first gradient."""
     return not any(parameter.requires_grad for parameter in owned)
 
 

@@ -41,7 +41,7 @@ from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 class Bare(StandIn):
     """Stands for `plain`, a function of parameters alone, with its history.
 
-    Gradients that reach it in another way than through a use go on to the parameter, where they are refused.
+    Gradients that reach it without a use go on to the parameter, which refuses them.
     """
 
     tap: BareTap
@@ -124,7 +124,7 @@ def _with_item(x: Tensor, index: Any, value: Tensor) -> Tensor:
 
 
 def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """x.add_(p) as x.copy_(x + p), so that every view of x has the use behind it."""
+    """Do x.add_(p) as x.copy_(x + p), so that every view of x has the use behind it."""
     target = args[0]
     plain = getattr(Tensor, _WRITING.get(name, name[:-1]), None) if name != "__setitem__" else _with_item
     if type(target) is Bare or not isinstance(target, Tensor) or plain is None or name == "copy_":
@@ -226,17 +226,16 @@ class BareTap(TapOfSamples):
             self._early = None
 
     def cannot_follow(self, reason: str, consumer: nn.Module | None = None) -> BaseException:
-        """Return what to raise: the module, or the layer that was given a tensor of its parameters, is tapped anew."""
+        """Return the error to raise. It has the module, or the layer that got a tensor of parameters, tapped again."""
         if self.engine.forwards.can_begin_again:
             return NotFollowed([consumer or self.module], reason)
         return UserError(
             f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
-            f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "
-            "small submodule that takes and returns a tensor"
+            f"here ({reason}): give the parameter to a small submodule that takes and returns a tensor"
         )
 
     def reconsider(self) -> bool:
-        """Take operators that met nothing of the samples for constants: an answer had as many rows by chance."""
+        """Treat operators that met nothing of the samples as constants: a result had as many rows by chance."""
         found = [key for key, role in self.roles.items() if isinstance(role, BareUse) and role.by_chance()]
         self.constants.update(found)
         for key in found:
@@ -246,7 +245,7 @@ class BareTap(TapOfSamples):
     # -- operators ---------------------------------------------------------------------------------------------------
 
     def derive(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """An answer that is a function of parameters and constants."""
+        """Call an operator whose result depends on parameters and constants alone."""
         with torch.enable_grad(), _without_saved_tensor_hooks():
             name = getattr(func, "__name__", "")
             if name in ("repeat", "tile"):
@@ -264,7 +263,7 @@ class BareTap(TapOfSamples):
         return Bare.of(tensor, self) if tensor.requires_grad else tensor
 
     def use(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """An answer that other tensors have a part in."""
+        """Call an operator whose result depends on other tensors too."""
         role = self._role(func, leaves, spec, self.batch())
         if isinstance(role, Unrelated):
             return _call(func, leaves, spec)
@@ -319,7 +318,7 @@ class BareTap(TapOfSamples):
         return leaf if isinstance(leaf, int | str | None) else repr(leaf)
 
     def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Other operands are constants, a rehearsal has found: nothing of the samples is in them."""
+        """Call an operator whose other operands are constants, in which a rehearsal found nothing of the samples."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
         behind = [leaf for leaf in leaves_behind(others) if leaf.requires_grad]
         strays = [leaf for leaf in behind if isinstance(leaf, nn.Parameter)]
@@ -354,7 +353,7 @@ class BareTap(TapOfSamples):
         return pytree.tree_unflatten(found, shape)
 
     def _hooked(self, role: BareUse, call: Any, ys: list[Tensor]) -> tuple[Tensor, ...]:
-        """The answers, with the use behind them."""
+        """Return the results with the use behind them in autograd's graph."""
         for y in ys:
             dim = y.dim() + (role.each > 1)
             if dim not in role.known:
@@ -377,7 +376,7 @@ class BareTap(TapOfSamples):
 
 
 def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
-    """A row for each sample, (B, ...), of a stand-in with one row for all of them, or with equal rows."""
+    """Expand a stand-in with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
     tap, plain = stand_in.tap, stand_in.plain
     batch = tap.batch()
     rows = plain.shape[0] if plain.dim() else 0
@@ -416,7 +415,7 @@ def expand_rows(row: Tensor, batch: int) -> Tensor:
 
 
 def _repeated(x: Tensor, *sizes: Any) -> Tensor:
-    """x.repeat(B, 1, ...) without copies, so that its rows are known to be equal."""
+    """Return x.repeat(B, 1, ...) without copies, so that its rows are known to be equal."""
     flat = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     lead = len(flat) - x.dim()
     shape = [1] * lead + list(x.shape)
@@ -436,5 +435,5 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
 
 
 def _without_saved_tensor_hooks() -> AbstractContextManager[Any]:
-    """A checkpoint around the module would run it again for each backward pass through what is made of parameters."""
+    """Suspend hooks on saved tensors: a checkpoint would rerun the module for each backward through its parameters."""
     return nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)

@@ -2,8 +2,8 @@
 
 A rule is given the use, g: (B, ...), and the operator's arguments, in which parameters are `Operand`s; it gives
 (operand, (B, *operand's shape)) for each, or None where the call is not of the form it knows. A product or a lookup of
-a parameter itself goes to the engine as it is, as a layer's would. `RULES` says as well whether other operands are
-needed in backward; those that are not are given by their shapes.
+a parameter itself goes to the engine unchanged, like a layer's. `RULES` says as well whether other operands are needed
+in backward; those that are not are given by their shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLAIN = (int, float, str, slice, type(None), type(...), torch.dtype)
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The arguments of a call, and its form. Most calls need no walk through containers."""
+    """Return the arguments of a call as a list, and its form. Most calls need no walk through containers."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if type(leaf) in (list, tuple, dict) and not all(isinstance(part, _PLAIN) for part in leaf):
@@ -51,12 +51,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
 
 
 def key_of(form: Any) -> Any:
-    """A key for dictionaries that calls of one form share. Up to 2.7 torch's own forms cannot be hashed."""
+    """Return a hashable key of a form. Up to 2.7 torch's own forms cannot be hashed."""
     return form if type(form) is Flat else repr(form)
 
 
 def rebuild(leaves: list[Any], form: Any) -> tuple[Any, Any]:
-    """args and kwargs of a call that was flattened."""
+    """Return args and kwargs of a call that was flattened."""
     if type(form) is Flat:
         return leaves[: form.positional], dict(zip(form.names, leaves[form.positional :], strict=True))
     args, kwargs = pytree.tree_unflatten(leaves, form)
@@ -79,7 +79,7 @@ Gradients = list[tuple[Operand, Any]]  # (B, *shape) tensors, or the Patches of 
 
 
 def _reduced(g: Tensor, shape: torch.Size) -> Tensor:
-    """Σ over all that a tensor of `shape` was broadcast over, but the rows: (B, ...) -> (B, *shape)."""
+    """Sum g over the dimensions that a tensor of `shape` was broadcast over, except rows: (B, ...) -> (B, *shape)."""
     batch = g.shape[0]
     lead = g.dim() - len(shape)
     if lead == 0:  # the parameter has a leading dimension of 1

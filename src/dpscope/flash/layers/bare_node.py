@@ -15,7 +15,7 @@ from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 
 class Used(torch.autograd.Function):
-    """y as it is; backward gives the use its gradient."""
+    """Autograd node that returns y unchanged; backward gives the use its gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:

@@ -81,7 +81,7 @@ class Unrelated:
 
 
 class BareUse(_Seen):
-    """`rows`: for each operand, whether row b of it belongs to row b of the answer; `each`: rows of one sample."""
+    """Use of a parameter. `rows`: if row b of each operand goes with row b of the result; `each`: rows a sample."""
 
     def __init__(self, tap: TapOfSamples, func: Any, rows: list[bool], each: int = 1) -> None:
         called = name_of(func)
@@ -147,7 +147,7 @@ class BareUse(_Seen):
             self.tap.engine.add(slot, Kept(values, owned=ours))
 
     def block(self, tensor: Tensor) -> Tensor:
-        """(B·k, ...) -> (B, k, ...), where a sample has k rows."""
+        """Return rows (B·k, ...) as (B, k, ...), if a sample has k rows."""
         return tensor if self.each == 1 else tensor.reshape(-1, self.each, *tensor.shape[1:])
 
     def _in_blocks(self, operands: list[Any]) -> list[Any]:
@@ -161,7 +161,7 @@ class BareUse(_Seen):
         return slot_of(self.tap, plain)
 
     def _of_parameters(self, q: Tensor, gradients: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
-        """From (B, *q.shape) on to the parameters that q is made of; those in closed form are added here."""
+        """Yield the gradients of the parameters that q is made of, given q's; add those in closed form here."""
         if isinstance(gradients, Patches):
             if self._add_derived(q, gradients):
                 return
@@ -198,7 +198,7 @@ class BareUse(_Seen):
         return True
 
     def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-        """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of."""
+        """Return the gradients (B, *shape) of the parameters that q is made of, given those of q, (B, *q.shape)."""
         weight = self._weight_in_rows(q, parameters, len(rows))
         form = None if weight is None else self._form(q, weight)
         if weight is None or form is None:
@@ -235,7 +235,7 @@ def _whole(values: Tensor | Patches) -> Tensor:
 
 
 def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:
-    """One vjp over all rows: the parameters' gradients, None or `zeros` for those that have none."""
+    """Return the parameters' gradients by one vjp over all rows; None or `zeros` for those that have none."""
     options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": zeros}
     with OWN_GRADIENTS.taken():
         try:
@@ -257,7 +257,7 @@ def _overlaps(q: Tensor) -> bool:
 
 
 def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
-    """(B, *q.shape) -> (B, *base.shape), q being a view: its elements are elements of base."""
+    """Scatter gradients (B, *q.shape) of a view q to its base: (B, *base.shape)."""
     gradients = gradients.reshape(len(gradients), *q.shape)
     repeated = [dim for dim, stride in enumerate(q.stride()) if stride == 0 and q.shape[dim] > 1]
     if repeated:
@@ -276,7 +276,7 @@ def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
 
 
 def _row_count(leaf: Any) -> int:
-    """The number of rows that may be samples', 0 if none may. Of parameters only equal rows may."""
+    """Return the number of rows that may be samples, 0 if none may. Rows of parameters count only if they are equal."""
     if isinstance(leaf, Operand | StandIn):
         plain = leaf.plain
         return plain.shape[0] if plain.dim() and plain.shape[0] > 1 and plain.stride(0) == 0 else 0
@@ -332,7 +332,7 @@ def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
 
 
 def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
-    """For each operand whether it has a row for each sample; a reason, if that cannot be told; None, if none has."""
+    """Return which operands have a row for each sample: None if none has, a reason if that cannot be decided."""
     called = name_of(func)
     if dry_run.current() is not None:  # no values to tell it from
         rows = [batch == _row_count(operand) for operand in operands]
@@ -392,7 +392,7 @@ def _agrees(func: Any, values: list[Any], spec: Any, whole: list[Tensor], rows: 
 
 
 def _random_like(operand: Any, wide: bool) -> Any:
-    """Numbers inside the domain of most operators; integers stay what they are, in another order."""
+    """Draw numbers inside the domain of most operators. Integers are permuted."""
     tensor = operand.plain if isinstance(operand, Operand) else operand
     if not isinstance(tensor, Tensor):
         return tensor

@@ -68,7 +68,7 @@ class Patches(Saved):
         return Kept(values.view(-1, *self.shape), squares=squares)
 
     def _outer(self, samples: slice) -> Outer:
-        """The products of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
+        """Return the products of some samples, with groups as further samples: (b·groups, L, ·)."""
         x, g = self.first[samples], self.g[samples]
         groups = self.geometry.groups
         images = math.prod(g.shape[1 : -len(self.geometry.kernel) - 1])
@@ -109,7 +109,7 @@ class Patches(Saved):
         return self._outer(samples).materialise().view(-1, *self.shape)
 
     def _by_channels(self, samples: slice) -> Tensor:
-        """The same where a group has one input channel: samples are more channels to torch's depthwise kernel."""
+        """Return gradients for groups of one input channel: samples become channels of torch's depthwise kernel."""
         at, dtype = self.geometry, stored_dtype(self.g.dtype)
         g, x = (each[samples].to(dtype).flatten(0, 1).unsqueeze(0) for each in (self.g, self.first))
         weight = x.new_empty(g.shape[1], *self.shape[1:])  # only its shape is read
@@ -119,7 +119,7 @@ class Patches(Saved):
         return gradients.view(-1, *self.shape)
 
     def materialise(self) -> Tensor:
-        """(B, *shape), of operands that are rounded as the convolution's."""
+        """Return the per-sample gradients, (B, *shape), of operands rounded like the convolution's."""
         if self.by_kernel:
             return self.kept().values
         with rounded_as_cudnn(self.g.device, "conv"):
@@ -181,7 +181,7 @@ def _options(conv: Any) -> tuple[Any, ...]:
 
 
 def setting_of(options: tuple[Any, ...]) -> ConvOptions:
-    """Options in the order of `_options`: kernel, stride, padding, dilation, groups and the mode of padding."""
+    """Return the setting for the options of `_options`: kernel, stride, padding, dilation, groups, padding mode."""
     kernel, stride, padding, dilation, groups, mode = options
     before = _same_padding(kernel, dilation) if padding == "same" else [(0, 0)] * len(kernel)
     if not isinstance(padding, str):
@@ -195,7 +195,7 @@ def setting_of(options: tuple[Any, ...]) -> ConvOptions:
 
 
 class ConvTap(LayerTap):
-    """x: (B, C, *), or (B, k, C, *) where a sample has k images."""
+    """Tap of a convolution. x: (B, C, *), or (B, k, C, *) if a sample has k images."""
 
     casts_input = True
 
@@ -260,7 +260,7 @@ class ConvTap(LayerTap):
         return dx
 
     def is_traceable(self) -> bool:
-        """In a graph, pieces are recorded after it has run: by then a changed option would be another call's."""
+        """Return whether a graph may hold the calls: not after an option changed, because pieces are recorded later."""
         return super().is_traceable() and self.setting() is self._first_setting
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
@@ -315,17 +315,17 @@ def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
 
 
 def _apart(images: Tensor, x: Tensor) -> Tensor:
-    """(B·k, ...) -> (B, k, ...), as x is."""
+    """Return images (B·k, ...) as (B, k, ...), like x."""
     return images.reshape(x.shape[0], x.shape[1], *images.shape[1:])
 
 
 def _images_along_positions(rows: Tensor, images: int, groups: int) -> Tensor:
-    """(b·images·groups, ·, L) -> (b·groups, ·, images·L): the images of a sample are more positions of it."""
+    """Return rows (b·images·groups, ·, L) as (b·groups, ·, images·L): images of a sample become positions."""
     apart = rows.reshape(-1, images, groups, *rows.shape[1:]).permute(0, 2, 3, 1, 4)
     return apart.reshape(-1, rows.shape[1], images * rows.shape[2])
 
 
 def _same_padding(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
-    """padding="same": the odd element goes to the right, as in torch."""
+    """Return the padding of padding="same": the odd element goes to the right, as in torch."""
     totals = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
     return [(total // 2, total - total // 2) for total in totals]

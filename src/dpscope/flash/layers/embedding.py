@@ -70,7 +70,7 @@ class EmbeddingTap(LayerTap):
 
 
 class ScaledEmbeddingTap(EmbeddingTap):
-    """y = s W[ids], with s the module's `embed_scale`: the word embeddings of Gemma and its kin in Hugging Face."""
+    """Tap of y = s W[ids], with s the module's `embed_scale`: the word embeddings of Hugging Face's Gemma models."""
 
     def _scale(self, dtype: torch.dtype) -> Any:
         scale = self.module.embed_scale

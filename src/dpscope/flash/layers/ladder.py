@@ -6,7 +6,7 @@
     whole     the module runs sample by sample, with all it contains (opaque.py)
     climb     the module around it runs as a whole: rows inside are not the samples, as with the experts of a mixture
 
-Only where the whole model, run sample by sample, does not give what it gives for a batch do samples really mix.
+Samples really mix only if the whole model, run sample by sample, does not give what it gives for a batch.
 """
 
 from __future__ import annotations

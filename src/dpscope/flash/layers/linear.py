@@ -25,7 +25,7 @@ from dpscope.flash.torch_side.saved_tensors import save, saved
 
 
 def as_sequences(x: Tensor) -> Tensor:
-    """(B, *, d) -> (B, T, d), a view wherever strides allow; (B, d) -> (B, 1, d)."""
+    """Return x: (B, *, d) as (B, T, d), a view if strides allow; (B, d) becomes (B, 1, d)."""
     if x.dim() == 3:
         return x
     return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
@@ -36,16 +36,16 @@ ALIGNED_FROM = 1024
 
 
 def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many columns of zeros give g rows of whole 16-byte words, where its products on a GPU are worth the copy.
+    """Return how many columns of zeros align g's rows to 16-byte words, if that is worth a copy on a GPU.
 
-    A vocabulary of 50,257 is the common case: GPT-2's product in bf16 took 9.1 ms without on an H200, 1.6 ms are those
-    of an aligned one (16 × 1024, 2026-11-16).
+    A vocabulary of 50,257 is the common case: on an H200 GPT-2's product in bf16 took 9.1 ms unaligned and 1.6 ms
+    aligned (16 × 1024, 2026-11-16).
     """
     return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= ALIGNED_FROM else 0
 
 
 def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int | None = None) -> Decision:
-    """The path of Σ_t g_t x_tᵀ, asked just before it is taken: whether there is room to keep depends on the moment.
+    """Choose the path of Σ_t g_t x_tᵀ. Call this just before it is taken: the room to keep gradients changes.
 
     width_freed: see `choose_path`
     """
@@ -56,7 +56,7 @@ def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int
 
 
 def add_product(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, decision: Decision) -> None:
-    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
+    """Record Σ_t g_t x_tᵀ: as per-sample gradients now, which frees x and g, or as x and g until norms are taken."""
     if decision.path == KEEP:
         one = x.shape[0] == 1
         tap.engine.add(slot, Kept(lone_gradient(x, g, slot.parameter.dtype)) if one else kept_products(x, g))
@@ -69,7 +69,7 @@ def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_fre
 
 
 def lone_gradient(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """(1, p, d): of one sample, stored in the parameter's dtype, as ordinary training would."""
+    """Return the gradient of a single sample, (1, p, d), in the parameter's dtype, as ordinary training would."""
     left, right, dtype = g[0].t(), x[0], stored_dtype(dtype)
     if WIDE_OUTPUT and left.is_cuda and dtype == torch.float32 and left.dtype.itemsize == 2:
         return torch.mm(left, right, out_dtype=dtype).unsqueeze(0)
@@ -138,7 +138,7 @@ class LinearTap(LayerTap):
         return dx, x, g if trains_weight else None, sums
 
     def _input_gradient(self, ctx: Any, g: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """The gradient of x, and g, which has columns of zeros at its end where that makes products faster."""
+        """Return the gradient of x, and g with columns of zeros at its end if they make products faster."""
         missing = missing_columns(g.shape[-1], g.dtype, g.device)
         if missing:
             g = F.pad(g, (0, missing))
@@ -187,7 +187,7 @@ class LinearTap(LayerTap):
             keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
-        """The weight, and the two sides of its gradient."""
+        """Return the weight's slot and the two operands of its gradient."""
         slot = self.slots[0]
         assert slot is not None
         width = slot.parameter.shape[1 if self.transposed else 0]

@@ -79,7 +79,7 @@ class NormTap(SumsTap):
     def norm_operands(
         self, x: Tensor, probe: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x, weight and bias as autocast would hand them to the operator."""
+        """Return x, weight and bias as autocast would cast them for the operator."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         dtype = autocast_dtype(x)

@@ -2,11 +2,11 @@
 
 Each parameter is replaced, inside the module's own forward, by B copies that are one and the same tensor (a view); the
 module runs under vmap over samples, each seeing a batch of one; ordinary autograd then gives the copies' gradients,
-which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. Where vmap cannot
-follow (data-dependent control flow, operators without a batching rule) the samples run one after the other.
+which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. If vmap cannot
+follow (data-dependent control flow, operators without a batching rule), the samples run one after the other.
 
 At the first call of each kind, and at the 2nd, 4th, 8th, … of all, the module is also run on whole batches, without
-gradients (`unit_check`): one whose answer for a batch is not what it answers for each sample alone is refused.
+gradients (`unit_check`). It is refused if its output for a batch differs from its outputs for single samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpscope.flash.taps.traced import break_graph
 
 
 class Expand(torch.autograd.Function):
-    """p -> (B, *shape), every sample the same p; backward hands the per-sample gradients to the engine."""
+    """Autograd node that expands p to (B, *shape); backward gives the per-sample gradients to the engine."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
@@ -65,14 +65,14 @@ class OpaqueTap(CheckedTap):
         return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)), None)
 
     def _derive(self, given: StandIn, args: Any, kwargs: Any) -> Any:
-        """Run the module as it is, once: nothing of the samples goes into it, and its answer is made of parameters."""
+        """Run the module once, unchanged: its input has nothing of the samples, so its output depends on parameters."""
         args, kwargs = pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandIn) else leaf, (args, kwargs))
         with torch.enable_grad():
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
     def describe(self, how: str) -> None:
-        """For explain(): how samples are run from now on."""
+        """Describe for `explain()` how samples are run from now on."""
         self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
         for slot in self.slots.values():
             slot.describe("opaque", self.why)

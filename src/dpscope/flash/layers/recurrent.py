@@ -3,8 +3,8 @@
 With u_t = W_ih x_t + b_ih and v_t = W_hh h_{t-1} + b_hh a cell computes its gates from u_t and v_t. Once ∂u and ∂v are
 known for every step, per-sample gradients are those of two Linears over the sequence: Σ_t ∂u_t x_tᵀ and
 Σ_t ∂v_t h_{t-1}ᵀ. torch's kernels do not give ∂u out, but they give the gradient of their *input*: run on u itself with
-the identity for W_ih, that is ∂u, and no weight's gradient is asked for. Forward runs so at once where that loses
-nothing; in half precision, where u would be rounded, and in checkpoints a layer runs so once more in backward.
+the identity for W_ih, that is ∂u, and no weight's gradient is asked for. Forward runs in this form at once if that
+loses nothing. In half precision, which would round u, and in checkpoints the layer runs in this form again in backward.
 
 ∂v = ∂u, except for GRU's new gate, n_t = tanh(u_n + r_t v_n): there ∂v_n = r_t ∂u_n.
 
@@ -50,7 +50,7 @@ class Weights(NamedTuple):
 
 
 class RecurrentTap(OpaqueTap):
-    """Whole sequences where there is a rule, sample by sample otherwise."""
+    """Tap that runs whole sequences if there is a rule for the layer, and sample by sample otherwise."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         self.padded = _PaddedTap(engine, name, module)
@@ -259,7 +259,7 @@ def _run_on_gates(ctx: Any, x: Tensor, states: Sequence[Tensor]) -> _Run:
 
 
 def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """∂u: (T, B, G), and the gradients of x and of the first states."""
+    """Return the gradients of u, (T, B, G), of x and of the first states."""
     run: _Run = ctx.run or _run_on_gates(ctx, x, states)
     keeps = ctx.run is not None and keeps_graph is not None and keeps_graph()
     if not keeps:  # the loss, alive, holds this node
@@ -275,17 +275,17 @@ def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple
 
 
 def _cast_weights(ctx: Any) -> list[Any]:
-    """The weights without history, as the layer read them; None for biases that it does not have."""
+    """Return the weights without history in the layer's dtype; None for missing biases."""
     return [None if each is None else each.detach().to(ctx.dtype) for each in ctx.weights.tensors]
 
 
 def _states_before(y: Tensor, first: Tensor) -> Tensor:
-    """h_{t-1} for every step t: (T, B, H)."""
+    """Return h_{t-1} for every step t, (T, B, H)."""
     return torch.cat([first.unsqueeze(0), y[:-1]])
 
 
 def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
-    """∂v of a GRU: the new gate's is multiplied by the reset gate, which is computed once more for all steps."""
+    """Return the gradient of v in a GRU: that of the new gate times the reset gate, which is computed again."""
     w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     size = before.shape[-1]
     with rounded_as_cudnn(x.device, "rnn"):
@@ -295,7 +295,7 @@ def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """(T, B, ·) with every sequence turned round; what is beyond its length stays."""
+    """Reverse every sequence of x: (T, B, ·); entries beyond its length stay."""
     if lengths is None:
         return x.flip(0)
     times = torch.arange(x.shape[0], device=x.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Modules that cannot be trained privately: refused by name where they are trained, run as they are where frozen."""
+"""Modules that cannot be trained privately. Trained ones are refused by name; frozen ones run unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _BATCH_STATISTICS = (
 
 
 def refusal_of(module: nn.Module) -> str | None:
-    """Why the module could not be trained, if it cannot."""
+    """Return why the module cannot be trained; None if it can."""
     return next((why for cls, applies, why in _REFUSED if isinstance(module, cls) and applies(module)), None)
 
 
@@ -74,7 +74,7 @@ def refuse_trained(name: str, module: nn.Module) -> None:
 
 
 class RefusedTap(EngineTap):
-    """The forward of a module that cannot be trained. It runs as it is while it is frozen, which may change."""
+    """The forward of a module that cannot be trained. It runs unchanged while it is frozen, which may change."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self.engine.rehearsals.run is not None:

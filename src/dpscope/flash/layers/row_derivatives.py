@@ -63,7 +63,7 @@ class RowForm(NamedTuple):
     inner: Tensor
 
     def applied(self, v: Tensor, basis: Tensor) -> Tensor:
-        """a v + E N Eᵀ v, for v: (B, *shape) with O rows and basis: (2, O, n)."""
+        """Return a v + E N Eᵀ v, for v: (B, *shape) with O rows and basis: (2, O, n)."""
         rows = v.flatten(2)
         along = torch.bmm(rows.transpose(0, 1), basis.permute(1, 2, 0))  # (O, B, 2)
         values = rows * self.scale.unsqueeze(1)
@@ -71,7 +71,7 @@ class RowForm(NamedTuple):
         return values.view(v.shape)
 
     def squares(self, products: Tensor) -> Tensor:
-        """‖Jᵀv_bo‖² of (B, 3, O) float64: ‖v_bo‖², and Eᵀv_bo. (B, O).
+        """Return ‖Jᵀv_bo‖², (B, O), from ‖v_bo‖² and Eᵀv_bo: (B, 3, O) float64.
 
         Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is
         all that is known of the first: it is taken to be at least `FLOOR` of v, which only clips more.
@@ -89,7 +89,7 @@ def _identity(like: Tensor) -> Tensor:
 
 
 def basis_of(w: Tensor) -> Tensor:
-    """(2, O, n): orthonormal vectors that span 1 and w_o."""
+    """Return orthonormal vectors that span 1 and w_o, (2, O, n)."""
     flat = w.detach().flatten(1)
     return torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
 
@@ -121,7 +121,7 @@ def row_forms(weights: Sequence[Tensor], bases: Sequence[Tensor], pull: Pull) ->
 
 
 def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
-    """For each row: a, products with the basis, lengths of probes and images, and what a leaves of the images."""
+    """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
     rows = torch.stack([*probes.flatten(2), *(image.flatten(1) for image in images)], 1)  # (O, 2·PROBES, n)
     lengths = torch.linalg.vector_norm(rows, dim=2)
     across = basis.transpose(0, 1)

@@ -51,7 +51,7 @@ class _Semantics(TorchFunctionMode):
 
 @contextmanager
 def _no_efficient_attention() -> Iterator[None]:
-    """CUDA's memory-efficient attention runs under vmap; its backward then fails ("LSE is not correctly aligned")."""
+    """Switch off CUDA's memory-efficient attention: its backward fails under vmap ("LSE is not correctly aligned")."""
     cuda: Any = torch.backends.cuda
     efficient, by_hand = cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     cuda.enable_mem_efficient_sdp(False)
@@ -65,9 +65,9 @@ def _no_efficient_attention() -> Iterator[None]:
 
 @contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    """A checkpoint inside vmap would be run again in backward, outside of it: fails now, and the loop takes over.
+    """Let a checkpoint inside vmap fail now, because backward would rerun it outside of vmap; a loop then takes over.
 
-    Where hooks on saved tensors are active already, as in a checkpoint around the unit, they cannot be forbidden.
+    Hooks on saved tensors that are active already, as in a checkpoint around the unit, cannot be forbidden.
     """
     with ExitStack() as stack:
         with suppress(RuntimeError):
@@ -76,11 +76,11 @@ def _no_checkpoints() -> Iterator[None]:
 
 
 class WrittenArguments(UserError):
-    """A unit changes what it was given, however its arguments are read."""
+    """Error of a unit that changes its arguments in place."""
 
 
 class SampleCall:
-    """`leaves`: the arguments, flat; `mapped`: which of them hold one entry a sample, and in which dimension."""
+    """Call of a unit. `leaves`: its arguments, flat; `mapped`: which hold one entry a sample, and in which dim."""
 
     def __init__(self, tap: UnitTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tap = tap
@@ -109,7 +109,7 @@ class SampleCall:
         self.tap.engine.forwards.admit_unit(self.tap, self.main()[0].dim(), shared=self.is_shared())
 
     def main(self) -> tuple[Tensor, int]:
-        """The first tensor that has a row for each sample, and the dimension of samples."""
+        """Return the first tensor that has a row for each sample, and the dimension of samples."""
         index = next((index for index in self.mapped if index not in self.expanded), next(iter(self.mapped), None))
         return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
 
@@ -135,11 +135,11 @@ class SampleCall:
         return self.tap.input_dims.get(name, 0)
 
     def key(self, index: int) -> tuple[Any, ...]:
-        """An argument's place in every call of the unit."""
+        """Return a key for an argument's place in every call of the unit."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
-        """Decide by the size in this call where it is conclusive, otherwise by what other calls have shown.
+        """Decide by the size in this call if that is conclusive, otherwise by what other calls have shown.
 
         A size that differs from the batch's says once and for all that the argument is shared: a mask (T, T) stays
         shared in a later batch of T samples. A size that equals it may do so by coincidence, and is checked.
@@ -168,7 +168,7 @@ class SampleCall:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def call(self, parameters: dict[str, Tensor], leaves: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
-        """The unit's forward: its outputs, flat, their structure, and what it left on the module (taken off)."""
+        """Run the unit's forward. Return its outputs, flat, their structure, and what it left on the module."""
         values, start = [], 0
         for spec in self.specs:
             values.append(pytree.tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec))
@@ -276,7 +276,7 @@ class SampleCall:
 
 
 def _argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The parameter names of forward for args, then those of kwargs."""
+    """Return the parameter names of forward for args, then those of kwargs."""
     positional = [
         parameter.name
         for parameter in inspect.signature(forward).parameters.values()

@@ -56,7 +56,7 @@ _PATCHED_BEFORE = {
 
 
 def remember(cls: type[nn.Module]) -> None:
-    """Take the class's forward as it is now for its own: of a class that users registered."""
+    """Remember the current forward of a class that users registered as its own."""
     _METHODS.setdefault(cls, {"forward": inspect.getattr_static(cls, "forward")})
 
 
@@ -80,6 +80,6 @@ def instance_is_own(module: nn.Module, cls: type[nn.Module], names: Iterable[str
 
 
 def foreign_mode_is_active() -> bool:
-    """Return whether a mode of torch functions is active that is neither torch's (a device) nor ours (a look)."""
+    """Return whether a torch function mode is active other than torch's own (a device) and ours."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode).__module__.partition(".")[0] not in ("torch", "dpscope") for mode in stack)

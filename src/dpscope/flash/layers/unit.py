@@ -42,7 +42,7 @@ class UnitTap(TapOfSamples):
         self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """The module's parameters as its forward finds them: FSDP2 puts whole ones where shards are around it."""
+        """Return the module's parameters as its forward finds them: FSDP2 replaces shards by whole ones around it."""
         found = {
             key: cast("nn.Parameter", p.plain) if isinstance(p, StandIn) else p  # one that is followed elsewhere, too
             for key, p in self.module.named_parameters()

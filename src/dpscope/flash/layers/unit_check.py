@@ -2,11 +2,11 @@
 
 Two questions, each with dropout switched off in both answers that are compared:
 
-1. Is the answer for the batch that for its samples one by one? It is not where the batch is in another dimension, or
-   where an argument that all samples share was split among them.
-2. Does a sample's answer stay the same when the other samples are replaced? It does not where the module mixes
-   samples. To find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative
-   to what a mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
+1. Is the answer for the batch that for its samples one by one? It is not if the batch is in another dimension, or if an
+   argument that all samples share was split among them.
+2. Does a sample's answer stay the same when the other samples are replaced? It does not if the module mixes samples. To
+   find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative to what a
+   mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class UnitCheck:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Inside, no gradients are taken, no random numbers are drawn from outside, and no state is left."""
+        """Run without gradients, without drawing from the global random states, and without dropout."""
         with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
             yield
 
@@ -97,7 +97,7 @@ class UnitCheck:
             torch.cuda.default_generators[device.index].manual_seed(0)
 
     def run(self) -> list[torch.dtype]:
-        """The dtypes of the module's own outputs. Raise UserError where samples are not independent."""
+        """Return the dtypes of the module's own outputs. Raise UserError if samples are not independent."""
         with self._quiet():
             own = self._own({}, self.call.leaves)
             self._compare(self._one_by_one(), own, values=self._own_is_repeatable(own))
@@ -152,8 +152,7 @@ class UnitCheck:
             if values and _distance(mine, once) > tolerance * _size(once):
                 raise self.tap.does_not_fit(
                     f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
-                    "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
-                    "argument; replace it by a module that treats samples apart"
+                    "or has them in another dimension; replace it by a module that treats samples apart"
                 )
 
     # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------
@@ -264,7 +263,7 @@ class UnitCheck:
         ]
 
     def _others(self, leaves: list[Any], kept: int) -> list[Any]:
-        """Sample `kept` as it is; the others are exchanged, and moved where they are real numbers."""
+        """Return the leaf with sample `kept` unchanged and the others exchanged; real numbers are changed, too."""
         order = torch.arange(self.call.batch).roll(1)
         result = self._exchanged(leaves, order)
         for index, dim in self.call.mapped.items():
@@ -293,10 +292,10 @@ class CheckedTap(UnitTap):
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def describe(self, how: str) -> None:
-        """For explain(): how samples are run from now on."""
+        """Describe for `explain()` how samples are run from now on."""
 
     def check(self, sample_call: SampleCall) -> None:
-        """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
+        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
         if dry_run.current() is not None:
             return
         check = UnitCheck(self, sample_call, self.run)
@@ -308,7 +307,7 @@ class CheckedTap(UnitTap):
             self.dtypes[kind] = check.run()
 
     def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
-        """`commit`: what all samples have left on the module is written to it."""
+        """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
         if sample_call.batch == 0:
             return sample_call.on_empty_batch(expanded)
         if not self.by_loop:
@@ -340,7 +339,7 @@ def _moved(tensor: Tensor, move: float, wide: bool) -> Tensor:
 
 
 def _shuffled(leaf: Tensor) -> Tensor:
-    """Its values in random order, real ones moved as well."""
+    """Return the values in random order; change real ones as well."""
     flat = leaf.detach().flatten()
     order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0)).to(leaf.device)
     flat = flat[order]
@@ -350,7 +349,7 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; values that are not finite have to be the same."""
+    """Return the largest difference. Values that are not finite have to be equal."""
     if a.numel() == 0:
         return 0.0
     dtype = torch.complex128 if a.is_complex() else torch.float64

@@ -26,7 +26,15 @@ FLASH = "flash"  # grad_sample_mode
 
 
 class UnsupportedModelError(UserError, UnsupportedModuleError):
-    """A model that cannot be made private as it is; Opacus's own error as well, for code that catches that."""
+    """Error for a model that cannot be made private as it is. It is Opacus's `UnsupportedModuleError` too.
+
+    Example:
+        >>> try:
+        ...     PrivacyEngine().validate(module=torch.nn.BatchNorm1d(4))
+        ... except UnsupportedModelError as error:
+        ...     print("use GroupNorm:", error)  # doctest: +ELLIPSIS
+        use GroupNorm: ...
+    """
 
 
 def check_arguments(
@@ -73,8 +81,8 @@ def is_flash(grad_sample_mode: str) -> bool:
         return True
     if grad_sample_mode == "hooks":
         warnings.warn(
-            "dpscope.flash.PrivacyEngine clips with its own engine (grad_sample_mode='flash') where 'hooks' was asked "
-            "for: the steps are the same, but there is no p.grad_sample; opacus.PrivacyEngine is Opacus's engine",
+            "grad_sample_mode='hooks' uses flash clipping here: the steps are the same, but there is no p.grad_sample. "
+            "Leave it out, or use opacus.PrivacyEngine for Opacus's engine",
             stacklevel=3,
         )
         return True
@@ -117,9 +125,8 @@ def detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
     mine = previous.model in (original_of(module), getattr(module, "module", None))
     if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or not mine:
         raise UserError(
-            "the model is already private, with an optimizer of its own, and a sample is clipped once, over all "
-            "parameters: give one optimizer several parameter groups instead of making two. To make the model private "
-            "anew, pass make_private's own model and optimizer, or call optimizer.engine.detach() first"
+            "the model is already private, with an optimizer of its own: give one optimizer several parameter groups, "
+            "or pass make_private's own model and optimizer to make them private anew"
         )
     previous.detach()
 
@@ -130,7 +137,6 @@ def warn_of_untrained(engine: FlashEngine, optimizer: DPFlashOptimizer) -> None:
     if left:
         warnings.warn(
             f"{left[0]}{f' and {len(left) - 1} more parameters' if len(left) > 1 else ''} of the model are not in the "
-            "optimizer: they count towards a sample's norm and are not trained, by another optimizer neither; freeze "
-            "them with requires_grad_(False)",
+            "optimizer: they count towards a sample's norm and are not trained; freeze them with requires_grad_(False)",
             stacklevel=3,
         )

@@ -1,10 +1,7 @@
 """Flash clipping for Opacus users: `opacus.PrivacyEngine` with another engine inside.
 
-    from dpscope.flash import PrivacyEngine
-    model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=optimizer, data_loader=loader, …)
-
-and the training loop stays as it is: loss.backward(); optimizer.step(); optimizer.zero_grad(). Accountants, the Poisson
-loader, BatchMemoryManager, checkpoints, noise and clip schedulers are Opacus's own.
+Training loops stay as they are. Accountants, the Poisson loader, BatchMemoryManager, checkpoints, noise and clip
+schedulers are Opacus's own.
 """
 
 from __future__ import annotations
@@ -74,10 +71,26 @@ class FlashHooks:
 
 
 class PrivacyEngine(OpacusPrivacyEngine):
-    """`opacus.PrivacyEngine` with `grad_sample_mode="flash"`, which is the default here.
+    """`opacus.PrivacyEngine` that clips with flash clipping (`grad_sample_mode="flash"`, the default here).
 
-    In flash mode the model is returned as it was given: no wrapper, the same names, `state_dict` and class. Its
-    `FlashEngine` is `privacy_engine.flash_engine` (and `optimizer.engine`); `flash_engine.detach()` undoes it all.
+    The model is returned as it was given: no wrapper, the same names, `state_dict` and class. Its `FlashEngine` is
+    `privacy_engine.flash_engine` and `optimizer.engine`; `flash_engine.detach()` undoes everything.
+
+    Args:
+        accountant: Opacus's accountant: "prv", "rdp" or "gdp".
+        secure_mode: Use Opacus's secure noise, which needs torchcsprng.
+
+    Example:
+        >>> privacy_engine = PrivacyEngine()
+        >>> model, optimizer, loader = privacy_engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     loss_fn(model(x), y).backward()
+        ...     optimizer.step()
+        >>> epsilon = privacy_engine.get_epsilon(delta=1e-5)
     """
 
     flash_engine: FlashEngine | None = None
@@ -100,13 +113,38 @@ class PrivacyEngine(OpacusPrivacyEngine):
         pad_batches: PadBatches = False,
         **kwargs: Any,
     ) -> Any:
-        """Make a model private as Opacus does. Arguments of `DPFlashOptimizer` (`fused`) and `FlashEngine` may be
-        given besides.
+        """Make a model, its optimizer and its data loader private. All arguments are keywords.
 
-        `pad_batches`: have the loader fill batches up to a few sizes, for models that are compiled for each size: True
-        (sizes follow from the sample rate), the one size that all batches are to have, or a list of sizes. Rows that
-        fill up have no share in anything; a draw larger than the largest size comes as several batches, of which the
-        last takes the step, as under BatchMemoryManager.
+        Args:
+            module: The model, not wrapped by Opacus. DDP or FSDP2 may spread it.
+            optimizer: Its ordinary optimizer, or the private one of an earlier call.
+            data_loader: Loader over the whole data set, with the expected batch size of a step.
+            noise_multiplier: Standard deviation of the noise divided by the sensitivity.
+            max_grad_norm: The clipping bound C; a list or dictionary for rules with several bounds.
+            clipping: The clipping rule: its name, or a `ClipRule`, whose own bounds then hold. Options of a named rule
+                (`gamma`, `target_unclipped_quantile`, …) are keywords too.
+            poisson_sampling: Draw batches by Poisson sampling, which ε assumes.
+            loss_reduction: How the loss combines samples, "mean" or "sum".
+            noise_generator: Generator of the noise, for runs that can be repeated. Keep its seed secret.
+            batch_size_of: Function of the model's `(args, kwargs)` that returns the number of samples, if that is not
+                the first dimension of the first tensor.
+            rows_per_sample: Number of neighbouring rows that are views of one sample.
+            memory_budget: Memory that a step may hold to be faster: None (the peak of ordinary training), bytes, or
+                "lean".
+            pad_batches: Fill batches up to a few sizes, for compiled models: True (sizes follow from the sample rate),
+                one size, or a list of sizes. Padding has no weight. A draw above the largest size comes as several
+                batches, of which the last takes the step.
+            fused: Update in the same pass that adds the noise. Default: on a GPU with SGD, Adam or AdamW.
+            grad_sample_mode: Leave it out. Other modes than "flash" and "hooks" use Opacus's engine, with a warning.
+            wrap_model: False returns a handle with `cleanup()` instead of the model, as Opacus does.
+            **kwargs: Further arguments of Opacus's `make_private`.
+
+        Returns:
+            The model, the private optimizer, and the loader to train with.
+
+        Raises:
+            UserError: An argument is wrong. A model that is refused raises `UnsupportedModelError`, which is Opacus's
+                `UnsupportedModuleError` too.
         """
         if rows_per_sample != 1 and pad_batches:
             raise UserError("rows_per_sample and pad_batches do not go together: leave out one of them")
@@ -170,7 +208,29 @@ class PrivacyEngine(OpacusPrivacyEngine):
         grad_sample_mode: str = FLASH,
         **kwargs: Any,
     ) -> Any:
-        """Make a model private for a target ε; accountant options (`alphas`, …) are taken too."""
+        """Make a model private with the noise that a target ε needs.
+
+        Args:
+            data_loader: Loader over the whole data set, with the expected batch size of a step.
+            target_epsilon: ε that all epochs together may spend.
+            target_delta: δ of that ε, below 1 / number of samples.
+            epochs: Passes over the loader.
+            grad_sample_mode: Leave it out, as in `make_private`.
+            **kwargs: The other arguments of `make_private` except `noise_multiplier`, and options of the accountant
+                (`epsilon_tolerance`, `alphas`, …).
+
+        Returns:
+            The model, the private optimizer, and the loader to train with.
+
+        Raises:
+            UserError: As `make_private`.
+
+        Example:
+            >>> model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            ...     module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0,
+            ...     target_epsilon=3.0, target_delta=1e-3, epochs=2,
+            ... )
+        """
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the privacy budget to be unspent, but this engine has counted steps "
@@ -195,7 +255,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         return private
 
     def get_epsilon(self, delta: float) -> float:
-        """Return ε at δ of all steps so far; warn where it does not hold, or is beyond the target."""
+        """Return ε of all steps so far at δ = `delta`. Warn if it does not hold for them, or is above the target."""
         for doubt in [] if self.spending is None else self.spending.doubts():
             warnings.warn(doubt, stacklevel=2)
         epsilon: float = super().get_epsilon(delta)
@@ -204,16 +264,22 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # -- which models ------------------------------------------------------------------------------------------------
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raise UnsupportedModelError for a model that make_private would refuse."""
+        """Raise UnsupportedModelError if make_private would refuse `module`.
+
+        `optimizer` and `data_loader` are Opacus's arguments, and not used.
+        """
         validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Return whether make_private would take the model."""
+        """Return whether make_private would accept `module`. `optimizer` and `data_loader` are not used."""
         return is_valid(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy in which the layers that flash clipping refuses are replaced by Opacus's replacements for them."""
+        """Return a copy of `module` in which layers that flash clipping refuses (BatchNorm) are replaced as by Opacus.
+
+        Raise UnsupportedModelError if a refused layer has no replacement.
+        """
         module = clone_module(module)
         for name, layer in list(module.named_modules()):
             replace = ModuleValidator.FIXERS.get(type(layer))
@@ -235,7 +301,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
         checkpoint_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Opacus's file, which Opacus can load: parameters are named as in its wrapper."""
+        """Save `module`, optimizer and spent privacy to a file that Opacus can load too.
+
+        `module_state_dict_kwargs` are for `module.state_dict`, `checkpoint_dict` has further entries of the file, and
+        `kwargs` are `path`, `optimizer` and the other arguments of Opacus's `save_checkpoint`.
+        """
         if not isinstance(module, AbstractGradSampleModule):
             module_state_dict_kwargs = {"prefix": OPACUS_PREFIX, **(module_state_dict_kwargs or {})}
         if used := used_keys_of(module):
@@ -250,10 +320,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
     def load_checkpoint(
         self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint of this engine or of Opacus. The noise of the saved run is not added again, with or
-        without its optimizer.
+        """Return the further entries of a checkpoint of this engine or of Opacus, and load the rest.
 
-        `resume_noise`: see `DPFlashOptimizer.load_state_dict`; without it noise is fresh.
+        The state of `module` is loaded and, if given, of the private `optimizer`. `kwargs` are `path` and the other
+        arguments of Opacus's `load_checkpoint`. Noise is fresh, unless `resume_noise` continues the generator of the
+        saved run: see `DPFlashOptimizer.load_state_dict`.
         """
         if resume_noise:
             if not isinstance(optimizer, DPFlashOptimizer):
@@ -331,7 +402,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
 @contextmanager
 def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
-
     if isinstance(module, AbstractGradSampleModule):
         yield
         return

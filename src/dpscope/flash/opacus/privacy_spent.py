@@ -1,7 +1,7 @@
 """Privacy that a run has spent: the history of its steps, and what makes ε doubtful.
 
-An accountant's ε is right if every step was one Poisson draw at the rate it was told. `Spending` counts steps and draws
-of one `make_private`, so that a run on other batches, or beyond its target, can be told.
+An accountant's ε holds if every step was one Poisson draw at the accounted rate. `Spending` counts steps and draws
+of one `make_private`, to detect a run on other batches or beyond its target.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Spending:
             warnings.warn(self._beyond_target(), stacklevel=2)
 
     def plan(self, steps: int, target_epsilon: float) -> None:
-        """Take the noise to be made for this many steps."""
+        """Remember the number of steps and the ε for which the noise was chosen."""
         self.planned, self.target = steps, target_epsilon
 
     def doubts(self) -> list[str]:
-        """Return a sentence for each reason why ε is not what was asked for, or not what it seems."""
+        """Return a sentence for each reason why ε does not hold or is above the target."""
         found = []
         elsewhere = 0 if self.sampler is None else self.steps - self.sampler.draws_given
         if elsewhere > 0:

@@ -31,10 +31,30 @@ _OUTSIDE_OF_GRAPHS = uncompiled("flash clipping: the step draws its noise, count
 
 
 class DPFlashOptimizer(DPOptimizer):
-    """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
+    """Opacus's private optimizer, whose clipped sums come from a `FlashEngine`. `make_private` makes one.
 
-    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: on a GPU with Triton, wherever
-    that is torch's own update). The gradient then never exists as a whole and `.grad` is None after a step.
+    Args:
+        optimizer: The ordinary optimizer, which does the update.
+        engine: The engine that is attached to the model.
+        noise_multiplier: Standard deviation of the noise divided by the sensitivity.
+        max_grad_norm: The clipping bound C.
+        expected_batch_size: Expected samples of a step, by which a sum is divided if `loss_reduction` is "mean".
+        loss_reduction: How the loss combines samples, "mean" or "sum".
+        generator: Generator of the noise, for runs that can be repeated. By default keys come from the operating
+            system.
+        secure_mode: Use Opacus's secure noise.
+        fused: Update SGD, Adam and AdamW in the same pass that adds the noise. `.grad` is then None after a step.
+            Default: on a GPU with Triton, if the result is that of torch's own update.
+
+    Raises:
+        UserError: An argument is wrong, or the optimizer calls a closure several times in a step.
+
+    Example:
+        >>> private = DPFlashOptimizer(
+        ...     optimizer, engine=FlashEngine(model), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8
+        ... )
+        >>> loss_fn(model(x), y).backward()
+        >>> private.step()
     """
 
     # torch's GradScaler then leaves gradients alone and tells step() that it is there, which refuses.
@@ -96,7 +116,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C; schedulers set it here."""
+        """The clipping bound C, which schedulers set here."""
         return self.engine.max_grad_norm
 
     @max_grad_norm.setter
@@ -115,7 +135,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @property
     def _is_last_step_skipped(self) -> bool:
-        """Opacus's name for it: a logical batch is open."""
+        """True if a logical batch is open, under Opacus's name for it."""
         return self.engine.state.accumulating
 
     @_is_last_step_skipped.setter
@@ -129,6 +149,11 @@ class DPFlashOptimizer(DPOptimizer):
 
     @_OUTSIDE_OF_GRAPHS
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Clip, add noise, update and account. `closure`, which runs forward and backward, is called once.
+
+        Return what the wrapped optimizer returns; None inside a logical batch and after a fused update.
+        Raise UserError if the step would not be private, ValueError if gradients were not cleared since the last step.
+        """
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -144,7 +169,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     @_OUTSIDE_OF_GRAPHS
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """All of a step except the update: for code that calls the two halves itself."""
+        """Do all of a step except the update, for code that calls the two halves itself."""
         self._begin()
         if self._skips():
             return False
@@ -195,7 +220,7 @@ class DPFlashOptimizer(DPOptimizer):
         return self._is_last_step_skipped
 
     def _meet_ranks(self, skips: bool) -> None:
-        """Wait for the other ranks to take the same step, before any sum travels; its key is that of the first."""
+        """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""
         self._key, ranks = None, self.engine.ranks
         if ranks is None:
             return
@@ -213,11 +238,11 @@ class DPFlashOptimizer(DPOptimizer):
         self._key = None if skips else key
 
     def clip_and_accumulate(self) -> None:
-        """Close the micro-batch: its clipped sums are added to those that the engine holds."""
+        """Close the micro-batch and add its clipped sums to those that the engine holds."""
         self.engine.accumulate()
 
     def add_noise(self) -> None:
-        """From the clipped sums to the private gradient in `.grad`: noise and division in one pass."""
+        """Make the private gradient in `.grad` from the clipped sums: noise and division in one pass."""
         parameters = self.params
         self.engine.running_sums.ignore_gradients()
         sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
@@ -232,7 +257,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.running_sums.hand_out(parameters)
 
     def scale_grad(self) -> None:
-        """Done together with the noise."""
+        """Do nothing: the sums are divided where the noise is added."""
 
     def _uses_fused_update(self) -> bool:
         if self._fused_update is None or self._fused is False or self.secure_mode:
@@ -296,15 +321,15 @@ class DPFlashOptimizer(DPOptimizer):
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients; after a skipped step the sums of the logical batch are kept."""
+        """Clear gradients, to None if `set_to_none`. After a skipped step, keep the sums of the logical batch."""
         if self.engine.zero_grad(set_to_none):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, the accountant's history and, given a noise generator, its stream and used keys.
+        """Return the wrapped optimizer's state, the privacy spent and, given a noise generator, where it stands.
 
-        With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
-        with a noise generator is a secret. Without a generator nothing of the noise is saved.
+        A checkpoint of a run with a noise generator is a secret: with it and the weights before and after a step, the
+        noise can be removed. Without a generator nothing of the noise is saved.
         """
         state: dict[str, Any] = dict(self.original_optimizer.state_dict())
         if self.accountant is not None:
@@ -314,11 +339,10 @@ class DPFlashOptimizer(DPOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool | None = None) -> None:
-        """Restore the wrapped optimizer's state, and count the privacy that the saved run has spent.
+        """Restore the `state_dict` of the wrapped optimizer, and count the privacy that the saved run has spent.
 
-        A noise generator goes on from where it is now, with fresh noise. `resume_noise=True` sets it back to where it
-        stood when the state was saved. Steps from there repeat noise that the saved run may have used already: only for
-        a run that ended at this checkpoint and published nothing later.
+        Noise is fresh by default. `resume_noise=True` sets the generator back to where it stood, so steps from there
+        repeat its noise: only for a run that ended at this checkpoint and published nothing later.
         """
         if self.resumes_noise if resume_noise is None else resume_noise:
             self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)

@@ -14,12 +14,28 @@ from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's loss scaler for float16, for an optimizer whose gradients are normed while they are still scaled.
+    """torch's loss scaler for float16, for private optimizers.
 
-        scaler = GradScaler(optimizer=optimizer)  # then as ever: scale(loss).backward(); step(optimizer); update()
+    Each micro-batch is clipped with the scale that its loss had, so nothing is left to unscale. A sample that overflows
+    is left out of its step and counted. No step is skipped; the scale is lowered after it.
 
-    Each micro-batch is clipped with the scale that its loss had, so there is nothing left to unscale. A sample that
-    overflows is left out of its step and counted, so no step is skipped; the scale is lowered after it.
+    Args:
+        *args: Arguments of `torch.amp.GradScaler`, such as the device.
+        optimizer: The private optimizer of `make_private`.
+        **kwargs: Arguments of `torch.amp.GradScaler` by name.
+
+    Raises:
+        UserError: The optimizer is not private.
+
+    Example:
+        >>> model, private, loader = PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> scaler = GradScaler("cpu", optimizer=private)
+        >>> scaler.scale(loss_fn(model(x), y)).backward()
+        >>> scaler.step(private)
+        >>> scaler.update()
     """
 
     def __init__(self, *args: Any, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
@@ -30,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
             self.attach(optimizer)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Losses scaled from now on are those of this private optimizer. Before the first `scale`."""
+        """Scale the losses of this private `optimizer` from now on. Call it before the first `scale`."""
         if not isinstance(optimizer, DPFlashOptimizer):
             raise UserError(f"a private optimizer is attached, not {type(optimizer).__name__}: attach make_private's")
         self._private[id(optimizer)] = optimizer
@@ -46,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Closes the micro-batch: `.grad` is the clipped sum, in its own size."""
+        """Close the micro-batch. Its clipped sums are unscaled, and stay inside the engine until the step."""
         if not isinstance(optimizer, DPFlashOptimizer) or not self.is_enabled():
             super().unscale_(optimizer)
             return

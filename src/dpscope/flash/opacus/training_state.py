@@ -1,9 +1,4 @@
-"""Checkpoints with torch.distributed.checkpoint: written by any number of ranks, read by any other.
-
-state = TrainingState(model, optimizer, privacy_engine)
-torch.distributed.checkpoint.save({"training": state}, checkpoint_id=folder)
-torch.distributed.checkpoint.load({"training": state}, checkpoint_id=folder)
-"""
+"""Checkpoints with torch.distributed.checkpoint: written by any number of ranks, read by any other."""
 
 from __future__ import annotations
 
@@ -20,10 +15,26 @@ from dpscope.flash.ranks.ranks import reshard
 
 
 class TrainingState(Stateful):
-    """Model, optimizer, privacy spent and, where make_private was given a `noise_generator`, where the noise stands.
+    """State of a private training for torch.distributed.checkpoint: model, optimizer, privacy spent, noise generator.
 
-    With the noise's state a checkpoint is a secret. `resume_noise`: go on with the saved run's noise when loading, see
-    `DPFlashOptimizer.load_state_dict`.
+    Any number of ranks may load what another number saved. If make_private was given a `noise_generator`, the
+    checkpoint is a secret.
+
+    Args:
+        model: The private model.
+        optimizer: Its private optimizer.
+        privacy_engine: The engine that made them private.
+        resume_noise: Continue the saved run's noise when loading; see `DPFlashOptimizer.load_state_dict`.
+
+    Example:
+        >>> privacy_engine = PrivacyEngine()
+        >>> model, private, loader = privacy_engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> state = {"training": TrainingState(model, private, privacy_engine)}
+        >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)
     """
 
     def __init__(

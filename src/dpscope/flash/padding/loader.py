@@ -1,7 +1,7 @@
 """A data loader whose batches have few sizes: a draw is cut into batches, and what is missing in them is filled up.
 
-The sampler decides, in the process that trains, and says it in the indices themselves: workers, pinned memory and
-Opacus's BatchMemoryManager (which cuts lists of indices) hand those on as they are. The collate function is the user's
+The sampler decides in the process that trains, and encodes it in the indices themselves. Workers, pinned memory and
+Opacus's BatchMemoryManager (which cuts lists of indices) pass these on unchanged. The collate function is the user's
 own and sees samples alone, which it may sort or leave out; what it returns is filled up with copies of its first row.
 """
 
@@ -85,7 +85,7 @@ class PaddedSamples(WrappedDataset):
 
 
 class PaddedCollate:
-    """`has_samples`: of the tensors in a batch, in their order, which have a row for each sample."""
+    """Collate function that pads. `has_samples`: which tensors of a batch have a row for each sample."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], has_samples: Sequence[bool]) -> None:
         self.collate = collate
@@ -93,7 +93,7 @@ class PaddedCollate:
 
     @classmethod
     def of(cls, collate: Callable[[list[Any]], Any], dataset: Any) -> PaddedCollate:
-        """Found out by two batches, of two and of three samples, which leave random states as they were."""
+        """Find the tensors that have a row for each sample by two batches, of two and of three samples."""
         with random_states_kept():
             batches = [leaves_in(collate([dataset[0] for _ in range(count)])) for count in (2, 3)]
         if len(batches[0]) != len(batches[1]):
@@ -125,7 +125,7 @@ def _refuse_batch(what: str) -> NoReturn:
 
 
 class PaddedLoader(DataLoader[Any]):
-    """`sizes`: those that batches have, with the share of padding that is to be expected."""
+    """Loader of padded batches. `sizes`: the sizes that they have, with the expected share of padding."""
 
     sizes: Sizes
     sample_rate: float | None

@@ -38,7 +38,7 @@ def _in_order(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _columns(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x[:, 1:], x[..., 0]: all rows, and of each the same part."""
+    """Accept x[:, 1:] and x[..., 0]: all rows, and the same part of each."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(each is Ellipsis or each is None or type(each) in (slice, int) for each in index):
         return False  # tensors and masks as indices put their own dimensions first
@@ -51,7 +51,7 @@ def _elsewhere(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _filled(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x[mask] = number."""
+    """Accept x[mask] = number."""
     return not (isinstance(args[2], Tensor) and args[2].dim()) and not _has_other_rows(x, args[1])
 
 
@@ -65,25 +65,25 @@ def _permuted(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _joined(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """torch.cat([x, y], dim=1)."""
+    """Accept torch.cat([x, y], dim=1)."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return type(dim) is int and dim % x.dim() != 0 and _elementwise(x, result, args, kwargs)
 
 
 def _cut(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x.chunk(2, dim=-1): each part has all rows."""
+    """Accept x.chunk(2, dim=-1): each part has all rows."""
     return all(_elementwise(x, each, args, kwargs) for each in result)
 
 
 def _mirrored(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x.flip(-1)."""
+    """Accept x.flip(-1)."""
     dims = kwargs.get("dims", args[1:])
     dims = [dim for each in dims for dim in (each if isinstance(each, (tuple, list)) else (each,))]
     return all(dim % x.dim() != 0 for dim in dims)
 
 
 def _around(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """F.pad, which begins at the last dimension, without the first."""
+    """Accept F.pad, which begins at the last dimension, if it leaves the first as it is."""
     return len(args) > 1 and len(args[1]) < 2 * x.dim() and result.shape[0] == x.shape[0]
 
 
@@ -109,7 +109,7 @@ _RESHAPING = "view reshape flatten unflatten unsqueeze squeeze view_as reshape_a
 
 
 def _functions(names: str) -> Iterable[Callable[..., Any]]:
-    """Torch's functions and methods of these names, and those that write in place."""
+    """Yield torch's functions and methods of these names, and their in-place variants."""
     for name in names.split():
         for home in (Tensor, torch):
             for each in (name, f"{name}_"):
@@ -144,6 +144,6 @@ READS = {
 
 
 def may_write(func: Callable[..., Any]) -> bool:
-    """In-place functions, and properties that are set: not all of them count as a new version."""
+    """Return whether a function may write: in place, or by setting a property. Not all of them raise the version."""
     name = getattr(func, "__name__", "")
     return name == "__set__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

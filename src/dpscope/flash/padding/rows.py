@@ -1,9 +1,9 @@
-"""How many rows of a batch are real: told by the batch's own tensors.
+"""Real rows of a padded batch, which its own tensors know.
 
-A `PaddedTensor` is an ordinary tensor that knows the rows of its batch. What cannot move a row to another place keeps
-that knowledge: copies to a device or dtype, arithmetic, columns, reshaping. Everything else gives a plain tensor, which
-knows nothing, and which an engine that expects padding refuses. So an engine never goes by the order of calls, and what
-is fetched ahead, moved, skipped or shuffled is right or refused.
+A `PaddedTensor` is an ordinary tensor that knows the rows of its batch. Operations that cannot move a row keep that
+knowledge: copies to a device or dtype, arithmetic, columns, reshaping. All others return a plain tensor, which an
+engine that expects padding refuses. So an engine does not depend on the order of calls: a batch that is fetched
+ahead, moved, skipped or shuffled is handled correctly or refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class PaddedTensor(Tensor):
-    """A tensor that knows the rows of its batch, until something that may move them writes into its memory."""
+    """Tensor that knows the rows of its batch, until something that may move them writes into its memory."""
 
     _rows: Rows | None = None
     _marked_version = 0
@@ -130,8 +130,8 @@ def mark_batch(batch: BatchLike, rows: Rows) -> BatchLike:
     result: BatchLike = replace_leaves(batch, mark)
     if not marked:
         raise UserError(
-            f"a batch was padded to {rows.size} rows, but no tensor in it has that many, which could tell how many are "
-            "real: have collate_fn return tensors with the samples in the first dimension, or leave out pad_batches"
+            f"a batch was padded to {rows.size} rows, but no tensor in it has that many: have collate_fn return "
+            "tensors with the samples in the first dimension, or leave out pad_batches"
         )
     return result
 
@@ -145,8 +145,8 @@ def rows_in(value: Any) -> Rows | None:
     if len(found) > 1:
         one, other, *_ = sorted(rows for rows in found if rows is not None)
         raise UserError(
-            f"tensors of two padded batches are used together, one of {one.real} samples in {one.size} rows and one of "
-            f"{other.real} in {other.size}: which rows are real is not known; use one batch at a time"
+            f"tensors of two padded batches are used together ({one.real} samples in {one.size} rows, {other.real} in "
+            f"{other.size}), so the real rows are not known: use one batch at a time"
         )
     return next(iter(found), None)
 
@@ -166,9 +166,22 @@ def has_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def real_rows(batch: Any) -> int:
-    """How many rows of a batch are samples: the first ones. The others are padding, if the batch is padded.
+    """Return how many rows of a batch are samples. They come first; the others are padding.
 
-    For the user's own figures: `losses[: real_rows(x)].mean()`.
+    Args:
+        batch: A tensor of the batch, or the batch: tensors in any structure.
+
+    Returns:
+        The number of samples: all rows, if the batch is not padded.
+
+    Raises:
+        UserError: There is no tensor in it, or its tensors belong to different padded batches.
+
+    Example:
+        >>> padded = pad_batch(x, 32)
+        >>> losses = model(padded).square().mean(1)
+        >>> print(losses.shape, losses[: real_rows(padded)].shape)
+        torch.Size([32]) torch.Size([8])
     """
     rows = rows_in(batch)
     if rows is not None:
@@ -180,15 +193,49 @@ def real_rows(batch: Any) -> int:
 
 
 def same_rows(new: BatchLike, batch: Any) -> BatchLike:
-    """`new`, made of a padded batch and with row b still sample b, as tensors of that batch: the engine knows them."""
+    """Mark new tensors as rows of a padded batch, so that the engine knows which of their rows are real.
+
+    Use it for tensors that you make of a padded batch by an operation that loses the mark.
+
+    Args:
+        new: Tensors in any structure. Row b must still be sample b.
+        batch: The padded batch that they were made of.
+
+    Returns:
+        `new`, marked if the batch is padded.
+
+    Raises:
+        UserError: No tensor in `new` has as many rows as the batch.
+
+    Example:
+        >>> padded = pad_batch(x, 32)
+        >>> features = torch.from_numpy(padded.numpy() * 2)  # NumPy knows nothing of padding
+        >>> print(real_rows(features), real_rows(same_rows(features, padded)))
+        32 8
+    """
     rows = rows_in(batch)
     return new if rows is None else mark_batch(new, rows)
 
 
 def pad_batch(batch: BatchLike, size: int) -> BatchLike:
-    """The batch with `size` rows: copies of its first sample (of none: zeros) are appended, which weigh nothing.
+    """Fill a batch up to `size` rows with copies of its first sample, which the engine gives no weight.
 
-    All tensors are filled up that have as many rows as the first one.
+    An empty batch is filled up with zeros.
+
+    Args:
+        batch: Tensors in any structure. Those with as many rows as the first one are filled up.
+        size: Number of rows.
+
+    Returns:
+        The batch, marked so that the engine knows its real rows.
+
+    Raises:
+        UserError: The batch holds no tensor, or more than `size` rows.
+
+    Example:
+        >>> padded_x, padded_y = pad_batch((x, y), 32)
+        >>> print(len(padded_x), real_rows(padded_x))
+        32 8
     """
     leaves = leaves_in(batch)
     if not leaves:
@@ -219,7 +266,7 @@ def pad_leaves(batch: BatchLike, leaves: Iterable[Leaf], rows: Rows) -> BatchLik
 
 
 class PaddingCount:
-    """How many rows were trained on so far, and how many of them were padding."""
+    """Count of rows trained on so far, and of padding among them."""
 
     def __init__(self) -> None:
         self.rows = 0

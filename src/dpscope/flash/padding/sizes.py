@@ -34,7 +34,7 @@ class Sizes:
     """The sizes that batches have, and how draws are cut into them at the least cost, as BATCH_COST has it."""
 
     def __init__(self, sizes: Iterable[int], masses: Masses | None = None) -> None:
-        """`masses[n]`: the probability that n samples are drawn, if it is known."""
+        """Prepare the sizes. `masses[n]` is the probability that n samples are drawn, if it is known."""
         self.sizes = tuple(sorted(set(sizes)))
         self._cost = BATCH_COST * self.sizes[-1]
         self._best: list[tuple[float, int]] = [(0.0, 0)]  # of n samples: their cost, and the size to begin with
@@ -86,7 +86,7 @@ class SizesInTurn:
 
 
 def given_sizes(sizes: int | Iterable[int]) -> Sizes:
-    """Sizes that a person has chosen."""
+    """Return the sizes that the user gave, checked."""
     chosen = list(sizes) if isinstance(sizes, Iterable) else [sizes]
     if not chosen or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in chosen):
         raise UserError(
@@ -107,7 +107,7 @@ def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
 
 
 def binomial(samples: int, rate: float) -> Masses:
-    """P(n) for n = 0, 1, …, as far as it is not negligible."""
+    """Return P(n) for n = 0, 1, …, as far as it is not negligible."""
     if rate >= 1.0:
         return np.array([0.0] * samples + [1.0])
     mean = samples * rate

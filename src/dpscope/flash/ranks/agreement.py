@@ -36,7 +36,7 @@ RankFacts = Mapping[str, Any]  # what a rank is about to do, and with which sett
 
 
 class LostRank(UserError):
-    """Another process has ended, or cannot be reached, or does not come."""
+    """Error for a process that has ended, cannot be reached, or does not arrive."""
 
 
 @contextmanager
@@ -97,9 +97,9 @@ class Control:
         return tensor
 
     def meet(self, facts: RankFacts, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """Wait for all ranks to come here; rank 0's key. Raises UserError on all of them where facts differ.
+        """Wait for all ranks to arrive. Return rank 0's key. Raises UserError on all of them where facts differ.
 
-        24 bytes a rank: a digest of the facts, and the key. Only where digests differ do the facts themselves travel.
+        24 bytes a rank: a digest of the facts, and the key. The facts themselves are sent only if digests differ.
         """
         if self.alone:
             return key

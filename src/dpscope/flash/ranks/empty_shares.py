@@ -1,7 +1,7 @@
-"""An empty draw, or a rank's empty share, runs the model all the same: FSDP2's collectives need every rank.
+"""An empty draw, or a rank's empty share, also runs the model: FSDP2's collectives need every rank.
 
-Many models cannot take a batch of none (`x.view(len(x), -1, heads)` of no elements is ambiguous). So one sample is made
-up, of zeros; what the model gives for it is cut to no rows, and what backward leaves for it is dropped.
+Many models cannot take a batch of none (`x.view(len(x), -1, heads)` of no elements is ambiguous). So one sample of
+zeros is made up. Its output is cut to no rows, and its gradients are dropped.
 """
 
 from __future__ import annotations

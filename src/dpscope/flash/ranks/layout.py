@@ -1,4 +1,4 @@
-"""How a model is spread over processes, and what of that cannot be trained privately."""
+"""Layout of a model over processes, and refusal of layouts that cannot be trained privately."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """wrapper: DDP's, which adds gradients up by itself; module: what is inside; mesh: that of sharded parameters."""
+    """Layout of a model. wrapper: DDP's, which adds up gradients; module: inside of it; mesh: of sharded parameters."""
 
     wrapper: nn.Module | None
     module: nn.Module
@@ -118,9 +118,8 @@ def _refuse_devices(model: nn.Module) -> None:
     if len(homes) > 1:
         (device, name), (other, elsewhere) = list(homes.items())[:2]
         raise UserError(
-            f"trained parameters are on several devices of one process (device_map?): {name} on {device} and "
-            f"{elsewhere} on {other}; put the model on one device, shard it over processes with fully_shard (FSDP2), "
-            "or freeze what is elsewhere"
+            f"trained parameters are on several devices of one process: {name} on {device}, {elsewhere} on {other}. "
+            "Put them on one device (no device_map), shard the model with fully_shard, or freeze the others"
         )
 
 
@@ -178,8 +177,8 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
         _check_placements(name, placements)
         if mesh.size() != dist.get_world_size():
             raise UserError(
-                f"{name} is sharded over {mesh.size()} of {dist.get_world_size()} processes, so the others hold "
-                f"another part of each sample, or another model (tensor, pipeline or context parallelism): {_INSTEAD}"
+                f"{name} is sharded over {mesh.size()} of {dist.get_world_size()} processes (tensor, pipeline or "
+                f"context parallelism?): {_INSTEAD}"
             )
         for dimension in mesh.mesh_dim_names or ():
             if _SAMPLE_DIMENSIONS.intersection(dimension.lower().split("_")):
@@ -217,7 +216,6 @@ def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
         inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]
         if inside:
             raise UserError(
-                f"{name or 'the model'} ({type(module).__name__}) owns a parameter itself and runs sample by sample, "
-                f"with {inside[0]} inside it sharded apart: give the parameter to a small module of its own, or call "
-                f"fully_shard on {name or 'the model'} alone"
+                f"{name or 'the model'} ({type(module).__name__}) runs sample by sample, and {inside[0]} inside it is "
+                "sharded apart: give its own parameter to a small module, or call fully_shard on the outer one alone"
             )

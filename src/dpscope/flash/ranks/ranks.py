@@ -32,7 +32,7 @@ class WrapperTap(InstanceMethod):
 
 
 class Ranks:
-    """To be made on all ranks at once."""
+    """Ranks that train one model. Make it on all ranks at once."""
 
     def __init__(self, layout: Layout, control: Control) -> None:
         self.layout = layout
@@ -77,7 +77,7 @@ class Ranks:
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
     def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
-        """Wait for all ranks to do the same step with the same settings; its key, that of rank 0."""
+        """Wait for all ranks to do the same step with the same settings. Return its key, which is rank 0's."""
         key = self.control.meet(
             {
                 **self._facts(doing),
@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, forward passes do not communicate."""
+        """Keep forward passes inside the block from communicating."""
         before, self._rehearses = self._rehearses, True
         try:
             with nullcontext() if self.layout.mesh is None else without_collectives(self.module):
@@ -188,7 +188,7 @@ def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the sharded parameters back where a forward pass has left whole ones: the root's stay after it."""
+    """Put sharded parameters back in place of whole ones, which FSDP2 leaves in the root after a forward pass."""
     for module in model.modules():
         if is_fsdp(module):
             module.reshard()  # type: ignore[operator]

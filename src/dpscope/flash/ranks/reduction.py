@@ -66,7 +66,7 @@ class Reduction:
     def reduce(
         self, parameters: Collection[nn.Parameter], sums_of: SumsOf
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-        """Parameters and this rank's parts of their sums over all ranks, a bucket at a time, every parameter once."""
+        """Yield parameters, each once, with this rank's parts of their sums over all ranks, a bucket at a time."""
         travelling: deque[_Travelling] = deque()
         for bucket in self.buckets(parameters):
             send = self._scatter if bucket.sharded else self._all_reduce
@@ -129,7 +129,7 @@ class _Travelling(NamedTuple):
 
 
 def _lay_out(rows: Tensor, total: Tensor | None, cut: ShardCut) -> None:
-    """ShardCut `total` into rows (ranks, span), one a rank, padded with zeros."""
+    """Cut `total` into rows (ranks, span), one for each rank, padded with zeros."""
     if total is None:
         rows.zero_()
         return

@@ -1,9 +1,9 @@
 """Poisson sampling over several ranks: one draw over the whole data set, split over the ranks.
 
-The draw is that of one process: each sample is in a batch with the sample rate, independently. Of the samples drawn, in
-the order of the data set, rank r of R has numbers r, r + R, r + 2R, … Every rank takes every step, with an empty share
-too, and its list of indices is as long as that of any other: what is missing is marked as absent and left out when the
-data set is read. So Opacus's BatchMemoryManager cuts the lists of all ranks into equally many physical batches.
+The draw is that of one process: each sample is in a batch with the sample rate, independently. Rank r of R has the
+drawn samples number r, r + R, r + 2R, … in the order of the data set. Every rank takes every step, even with an empty
+share. All lists of indices are equally long: missing samples are marked as absent and left out when the data set is
+read. So Opacus's BatchMemoryManager cuts the lists of all ranks into equally many physical batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def share_of(drawn: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 
 class PresentSamples(WrappedDataset):
-    """A data set that leaves out absent samples where a batch is read."""
+    """Data set that leaves out absent samples when a batch is read."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the present samples of a batch. torch's loader calls this with the batch's indices."""

@@ -35,7 +35,7 @@ def stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes of the model's own forward do not communicate, and their weights are stand-ins."""
+    """Replace weights by stand-ins inside the block, so that the model's forward does not communicate."""
     modules = list(model.modules())
     parameters = [(module, dict(module._parameters)) for module in modules]
     hooks = [(hooks, dict(hooks)) for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -53,7 +53,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
                 part._parameters[key] = made[kind]
 
     def follow(module: nn.Module, args: tuple[Any, ...]) -> None:
-        """FSDP2's mixed precision casts inputs in its hooks; here weights take the dtype of what they meet."""
+        """Give a module's weights the dtype of its input, which FSDP2's mixed precision casts in its hooks."""
         tensors = (arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
         dtype = next((tensor.dtype for tensor in tensors), None)
         if module in mine and dtype is not None and not torch.is_autocast_enabled(args[0].device.type):

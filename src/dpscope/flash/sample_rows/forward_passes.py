@@ -1,7 +1,7 @@
 """Forward passes of a model with an engine: how many samples they have, and whether rows are samples.
 
-The root's forward tells the number of samples; layers are let in where it is known that row b of what they are given
-belongs to sample b. The first time the root is called in some way, its forward is rehearsed to find that out.
+The root's forward gives the number of samples. A layer is accepted if row b of its input is known to belong to sample
+b. The first time the root is called in some way, its forward is rehearsed to find that out.
 """
 
 from __future__ import annotations
@@ -58,18 +58,16 @@ class WatchedBlocks(Protocol):
 
 def refuse_unknown_rows(count: int) -> NoReturn:
     raise UserError(
-        f"the model was called with {count} rows that do not say how many of them are padding, as the batches of a "
-        "padded loader do: copies (.to), arithmetic, columns (x[:, 1:]) and reshaping keep that, and what may reorder "
-        "rows does not. If row b is still sample b, say so: dpscope.flash.same_rows(new, batch). For batches of your "
-        "own there is dpscope.flash.pad_batch; evaluate under torch.no_grad()"
+        f"the model was called with {count} rows that do not say how many of them are padding. If row b is still "
+        "sample b of a padded batch, say so: dpscope.flash.same_rows(new, batch); other cases are in docs/padding.md"
     )
 
 
 class ForwardPasses:
-    """`close`: closes the micro-batch, adding its sums to those before it.
+    """Forward passes of a model: they open micro-batches, and are rehearsed and checked.
 
-    `abandon`: drops the sums of a logical batch that is not complete.
-    `retap`: taps some modules in the next way that may fit them, given with a reason; all, if none is given.
+    `close` closes the micro-batch and adds its sums to those before it. `abandon` drops those of an open logical batch.
+    `retap` taps some modules, or all, in the next way that may fit them.
     """
 
     def __init__(
@@ -110,12 +108,12 @@ class ForwardPasses:
 
     @property
     def can_begin_again(self) -> bool:
-        """True if the root's forward runs for the first time, and may be run anew with other taps."""
+        """True if the root's forward runs for the first time, and may run again with other taps."""
         return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
 
     @contextmanager
     def trial(self) -> Iterator[list[UnknownCall]]:
-        """Inside, the model's own forward runs for a trial, as if the root had been called.
+        """Run the model's own forward for a trial, as if the root had been called.
 
         Gives the calls of layers whose rows are not known to be samples.
         """
@@ -130,12 +128,12 @@ class ForwardPasses:
             self._unknown, self.in_trial = before
 
     def _close_recorded(self) -> None:
-        """A forward pass after a backward pass begins a new micro-batch."""
+        """Close the micro-batch before a forward pass that follows a backward pass."""
         if self.state.recorded and not self.in_trial and not self.runs_again():
             self._close()
 
     def runs_again(self) -> bool:
-        """Return whether a forward pass now is that of a checkpoint, run again."""
+        """Return whether a forward pass now would be a checkpoint that runs again."""
         return self.rerunning or in_backward()
 
     # -- the root ----------------------------------------------------------------------------------------------------
@@ -147,7 +145,7 @@ class ForwardPasses:
         kwargs: dict[str, Any],
         compiled: Callable[..., Any] | None = None,
     ) -> Any:
-        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed.
+        """Run the root's forward with gradients enabled. A new kind of call is rehearsed first.
 
         compiled  what is called in its place; rehearsals call the forward
         """
@@ -238,7 +236,7 @@ class ForwardPasses:
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
 
     def _compare_with_first(self, call: RootCall) -> None:
-        """Warn where a second forward pass before backward is of other data: two views, or two batches?"""
+        """Warn if a second forward pass before backward has other data: two views, or two batches."""
         given = [leaf for leaf in leaves_in((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         if self.state.micro_batch is CLOSED or not self._first_given:
             self._first_given = [weakref.ref(leaf) for leaf in given]
@@ -250,8 +248,7 @@ class ForwardPasses:
             self._warned_of_others = True
             warnings.warn(
                 "the model was called again before a backward pass, with other data: row b of both calls is taken to "
-                "be the same sample, as in two views of it. If these are two batches, call backward() after each: two "
-                "samples that are clipped as one may each move the sum by 2C",
+                "be the same sample, as in two views of it. If these are two batches, call backward() after each",
                 stacklevel=8,
             )
 
@@ -279,7 +276,7 @@ class ForwardPasses:
         return output
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward, with ordinary tensors for stand-ins that it gives back."""
+        """Return the forward with ordinary tensors in place of stand-ins in its output."""
         if not self._rehearsals.followed or self._depth:
             return forward
 
@@ -292,7 +289,7 @@ class ForwardPasses:
         return settled
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples of a call."""
+        """Return the number of samples of a call."""
         if self.batch_size_of is not None:
             return self.batch_size_of(args, kwargs)
         leaves = leaves_in((args, kwargs))
@@ -309,7 +306,7 @@ class ForwardPasses:
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def admit(self, tap: SampledLayer, x: Tensor) -> Tensor:
-        """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
+        """Check a layer's input if it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_recorded()
         if torch._C._functorch.maybe_get_level(x) > 0:
             raise UserError(
@@ -329,7 +326,7 @@ class ForwardPasses:
         return x.expand(batch, *x.shape[1:]) if shared else x
 
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
+        """Return the number of samples, known from the root's forward; outside of it, from `batch_size_of`."""
         self._close_recorded()
         known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
@@ -348,9 +345,8 @@ class ForwardPasses:
             return size
         if known is None:
             raise UserError(
-                f"{tap.name} was called outside of the model's own forward: the number of samples is not known; "
-                "call the model itself, or say it with batch_size_of (of FlashEngine or make_private), which is then "
-                "asked with the args and kwargs of each layer called so"
+                f"{tap.name} was called outside of the model's own forward, so the number of samples is not known: "
+                "call the model itself, or give batch_size_of, a function of the layer's args and kwargs"
             )
         return known
 

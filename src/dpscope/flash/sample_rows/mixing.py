@@ -151,8 +151,7 @@ class Mixing(TriedCall):
             if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
                 raise UserError(
                     f"what the model gives for a sample depends on how many samples are in its batch ({sizes[0]} of "
-                    f"{sizes[1]} alone give something else): no sample has a gradient of its own. Divide by a fixed "
-                    "number, or leave the mean over samples to the loss"
+                    f"{sizes[1]} alone give something else): divide by a fixed number, or leave the mean to the loss"
                 )
 
     def _every_row_differs(self, few: Tensor, many: Tensor, fewer: int, rows: int) -> bool:
@@ -182,9 +181,9 @@ class Mixing(TriedCall):
         for before, first, last in zip(*runs, strict=True):
             if not any(_apart(before, first, last, dim) for dim in range(before.dim())):
                 raise UserError(
-                    f"the model was taken to be called with {self.batch} samples, but gives a tensor of shape "
-                    f"{tuple(before.shape)}, each part of which depends on several of them: its samples are not the "
-                    f"rows of its first argument (is it a list of samples?), or they mix. {ADVICE}"
+                    f"the model was taken to be called with {self.batch} samples, but each part of its output of "
+                    f"shape {tuple(before.shape)} depends on several: they mix, or are not the rows of its first "
+                    f"argument (is it a list of samples?). {ADVICE}"
                 )
 
     def _whole_outputs(self, row: int | None) -> list[Tensor]:

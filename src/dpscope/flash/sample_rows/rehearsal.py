@@ -145,7 +145,7 @@ class Rehearsal(TriedCall):
         return run
 
     def _moved(self, plain: Run, other: Run) -> dict[Key, list[Tensor]]:
-        """For each tensor and each dimension that may hold samples: which rows are not the same, (B,) on the CPU."""
+        """Return which rows differ, (B,) on the CPU, for each tensor and each dimension that may hold samples."""
         both = [key for key, seen in plain.seen.items() if key in other.seen and seen.shape == other.seen[key].shape]
         flags = {
             key: [
@@ -160,7 +160,7 @@ class Rehearsal(TriedCall):
         return bool(flag[: self.row].any() or flag[self.row + 1 :].any())
 
     def _wrong_rows(self, plain: Run, other: Run) -> list[Key]:
-        """Tensors in which rows of samples that were left alone have moved, by more than rounding."""
+        """Return tensors in which rows of other samples than the replaced one moved by more than rounding."""
         suspects = self._suspects(plain, other)
         if not suspects:
             return []
@@ -171,7 +171,7 @@ class Rehearsal(TriedCall):
         return [key for key, dims in suspects.items() if self._differs(before.get(key), after.get(key), dims)]
 
     def _suspects(self, plain: Run, other: Run) -> dict[Key, list[int]]:
-        """Tensors in which other rows are not the same bit for bit, with the dimensions that may hold the samples."""
+        """Return tensors in which other rows differ in any bit, with the dimensions that may hold the samples."""
         found = {}
         for key, parts in self._moved(plain, other).items():
             flags = dict(zip(plain.seen[key].dims, parts, strict=True))
@@ -184,7 +184,7 @@ class Rehearsal(TriedCall):
         return found
 
     def content(self) -> Run:
-        """A run in which samples were replaced, and nothing else was changed."""
+        """Return a run in which samples were replaced, and nothing else was changed."""
         if self._content is None:
             self._content = self._run(Run(self.batch, self.row, only=self), self._replaced())
         return self._content
@@ -198,7 +198,7 @@ class Rehearsal(TriedCall):
         return all(apart_from(before.value, after.value, dim, others) for dim in dims)
 
     def _check_constant(self, keys: list[Key], plain: Run) -> None:
-        """Inputs that are the same whatever the samples are: they have one row more where there is one sample more."""
+        """Refuse inputs that do not depend on the samples, unless one sample more gives them one row more."""
         keys = [key for key in keys if not plain.seen[key].shared]
         if not keys:
             return
@@ -292,5 +292,5 @@ def _modules_of(taps: Iterable[Sampled]) -> list[nn.Module]:
 
 
 def _inputs(run: Run) -> list[Key]:
-    """Keys of the inputs of layers, without those of outputs."""
+    """Return the keys of layers' inputs, without those of outputs."""
     return [key for key in run.seen if not isinstance(key[0], OutputOf | None)]

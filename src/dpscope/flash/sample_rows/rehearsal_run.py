@@ -36,7 +36,7 @@ class Sampled(Protocol):
 
 @dataclass(eq=False)
 class OutputOf:
-    """Stands where a tap would, for what a unit of several operations gives back."""
+    """Key in place of a tap, for the output of a unit of several operations."""
 
     unit: Sampled
 
@@ -85,11 +85,11 @@ class Run:
             seen.value = x.detach().clone()
 
     def note_layer(self, tap: Sampled, x: Tensor, y: Tensor, *, shared: bool) -> None:
-        """A layer was given x and answered y."""
+        """Note that a layer was given x and returned y."""
 
     @contextmanager
     def inside_layer(self) -> Iterator[None]:
-        """Inside, a layer runs, which may use its parameters."""
+        """Allow the use of parameters inside the block, where their layer runs."""
         self.inside += 1
         try:
             yield
@@ -150,7 +150,7 @@ def _cuts(func: Any) -> bool:
 
 
 def fingerprints(x: Tensor, dim: int) -> Tensor:
-    """(B, 2) integers, of the bits of each sample's elements: all of them, and every other one."""
+    """Return sums of the bits of each sample's elements, (B, 2) integers: of all elements, and of every other one."""
     x = x.detach().resolve_conj().resolve_neg()
     x = torch.view_as_real(x) if x.is_complex() else x
     rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
@@ -160,7 +160,7 @@ def fingerprints(x: Tensor, dim: int) -> Tensor:
 
 @contextmanager
 def buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were before: the same tensors, with the same values."""
+    """Restore buffers after the block: the same tensors, with the same values."""
     owned = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = {id(each): each for _, own in owned for each in own.values() if each is not None}
     before = [(each, each._version, each.clone()) for each in tensors.values() if not each.is_inference()]
@@ -177,7 +177,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """Inside, no parameter is zero: a closed gate, or LoRA's B, would hide what it multiplies."""
+    """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
     parameters = list(parameters)
     zero = (
         torch.stack([parameter.detach().any().cpu() for parameter in parameters]).logical_not().tolist()
@@ -197,7 +197,7 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Random states, buffers and attributes of the model are afterwards what they were before."""
+    """Restore random states, buffers and attributes of the model after the block."""
     state_of_modules = ModuleState(model)
     generators = {id(v): v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
     own_states = [(generator, generator.get_state()) for generator in generators.values()]

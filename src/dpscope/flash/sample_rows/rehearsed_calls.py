@@ -56,14 +56,16 @@ class BegunPass(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What is known of a way to call the model: `RehearsedCalls._shared` and `_output_dims`."""
+    """Facts about a way to call the model: `RehearsedCalls._shared` and `_output_dims`."""
 
     shared: frozenset[int]
     output_dims: list[int | None] | None
 
 
 class RehearsedCalls:
-    """begin_way   called before the root runs in a way that was not rehearsed
+    """Calls of the model that were rehearsed, and what was found in them.
+
+    begin_way   called before the root runs in a way that was not rehearsed
     in_any_dim  whether an argument may have its samples in another dimension than the first
     """
 
@@ -96,7 +98,7 @@ class RehearsedCalls:
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
-        """Inside, taps tell `run` what they are given."""
+        """Have taps record in `run` what they are given, inside the block."""
         outer, self.run = self.run, run
         try:
             communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
@@ -188,9 +190,8 @@ class RehearsedCalls:
         if not self._warned_of_ways:
             self._warned_of_ways = True
             warnings.warn(
-                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes. Each new "
-                "one is tried out before it is trained on, for samples may mix in it, and that takes longer than a "
-                "step: give it numbers that change from step to step as tensors",
+                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes, and each "
+                "new one is verified, which is slow: give it numbers that change from step to step as tensors",
                 stacklevel=2,
             )
 
@@ -304,7 +305,7 @@ class RehearsedCalls:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Inside, the model runs without taps, and without other processes."""
+        """Run the model without taps, and without other processes."""
         communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
         with self._engine.without_taps(), communication:
             yield

@@ -1,8 +1,7 @@
-"""When the model is looked at again: samples may begin to mix, and layers to change, after the first batch.
+"""Schedule of later checks: samples may begin to mix, and layers to change, after the first batch.
 
-The first time the model is called in some way everything is checked. After that its rows are looked at again at passes
-2, 4, 8, 16, … and now and then at random, and every third time the self-test is made as well, on a quarter of the
-batch. Instruments pause all of it while they measure.
+A new kind of call is checked completely. After that rows are checked again at passes 2, 4, 8, 16, … and at random ones,
+every third time with the self-test, on a quarter of the batch. Instruments pause these checks while they measure.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LookSchedule:
         self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
 
     def begin_again(self) -> None:
-        """Take back a pass that is not trained on: it begins anew, with other taps."""
+        """Undo the count of a pass that begins again with other taps."""
         self.passes -= 1
 
     def is_due(self, batch: int) -> bool:

@@ -160,7 +160,7 @@ class SelfTest:
         return [leaf for _, leaf in found]
 
     def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
-        """Outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
+        """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
         outputs = self._forward(self.model.forward)
         if not outputs:
             return [], None
@@ -174,10 +174,11 @@ class SelfTest:
     def _tapped(
         self, expected: list[Tensor]
     ) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter], dict[nn.Parameter, float]]:
-        """Return by how much outputs differ, the engine's weighted sums, parameters in the order of the backward pass,
-        and those that have something for a silent sample.
+        """Return four results of the tapped model.
 
-        Empties `expected` before that: outputs may be the largest tensors of a step.
+        They are how outputs differ, the engine's weighted sums, parameters in the order of the backward pass, and
+        parameters that have something for a silent sample. `expected` is emptied first, because outputs may be the
+        largest tensors of a step.
         """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
@@ -227,7 +228,7 @@ class SelfTest:
     def _total(self, outputs: list[Tensor], live: Tensor, *, weighted: bool) -> Tensor:
         """Return Σ output · u over the samples that are `live`, multiplied by their weights if `weighted`.
 
-        u is random for outputs with a row for each sample; for others only where there is none of those. It is drawn
+        u is random for outputs with a row for each sample; for others only if there is none of those. It is drawn
         again for each run, and not kept.
         """
         terms = []
@@ -270,7 +271,7 @@ class SelfTest:
     def _bad_sums(
         self, expected: dict[nn.Parameter, Tensor | None], found: dict[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, float]:
-        """The parameters whose sums differ, with the relative error."""
+        """Return the parameters whose sums differ, with the relative error."""
         errors, sizes = [], []
         for parameter, gradient in expected.items():
             mine = found.get(parameter)
@@ -303,7 +304,7 @@ class SelfTest:
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Ordinary autograd's. A reentrant checkpoint is entered by `backward` alone, which DDP's hooks must not see."""
+    """Return autograd's gradients; by `backward` if there is a reentrant checkpoint, which `grad` does not enter."""
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
@@ -334,7 +335,7 @@ def _seeded(device: torch.device | str, seed: int) -> torch.Generator:
 
 
 def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """max|found − wanted| and max|wanted| in float64, a slice at a time: copies of logits would be the step's peak."""
+    """Return max|found − wanted| and max|wanted| in float64, a slice at a time, because copies of logits are large."""
     apart = size = 0.0
     whole = torch.arange(1)
     for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):

@@ -15,9 +15,8 @@ from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, 
 from dpscope.random_states import cuda_devices, seed_all
 
 ADVICE = (
-    "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
-    "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
-    "argument is not what has a row for each sample, give batch_size_of"
+    "Put the batch first in every layer's input, and shared tables with a leading dimension of 1 (ids.unsqueeze(0)). "
+    "If the model's first argument has no row for each sample, give batch_size_of"
 )
 
 MOST_SHARE = 4

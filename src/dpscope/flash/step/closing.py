@@ -41,7 +41,7 @@ def local_sums(
 
 
 def zero_sums(parameters: Parameters, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
-    """Trainable parameters that nothing reached."""
+    """Yield zero sums of the trainable parameters that no backward pass reached."""
     for parameter in parameters:
         if id(parameter) not in done and parameter.requires_grad:
             existing = into(parameter) if into else None
@@ -74,7 +74,7 @@ def reduced_sums(
 
 
 def one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, sum), each let go as the next one is asked for."""
+    """Yield (parameter, sum) pairs. Each is released when the next one is requested."""
     for parameters, sums, _ in batches:
         parameters.reverse()
         sums.reverse()

@@ -35,7 +35,7 @@ RunningSum = Callable[[nn.Parameter], Tensor | None]
 
 
 class SumBatch(NamedTuple):
-    """Clipped sums that were made at once, in columns: a step has hundreds of them, and the host is in a hurry.
+    """Clipped sums that were made at once, in columns, because a step has hundreds of them and host time matters.
 
     The sum of parameter i is Σ_b factors_b·tensors[i]_b, with tensors[i]: (B, *shape), or tensors[i] itself where
     factors is None. A sample whose factor is 0 is to be ignored: it may hold NaN.
@@ -114,11 +114,11 @@ class MicroBatch:
             yield scales[group], [parameters[at] for at in places], chosen
 
     def _refuse_other_rounding(self) -> None:
-        """Refuse another rounding of products than that of the norms: sums of such products may exceed the bound."""
+        """Refuse a change of the products' rounding since the norms were taken: the sums might exceed the bound."""
         if operand_rounding(self.clipping.scale.device) != self._rounding:
             raise UserError(
-                "the precision of float32 products (torch.set_float32_matmul_precision, allow_tf32) was changed "
-                "between the norms of a micro-batch and its clipped sums; change it before backward or after the step"
+                "the precision of float32 products was changed between the norms of a micro-batch and its clipped "
+                "sums; change it before backward or after the step"
             )
 
     def _group_bytes(self, factored: bool) -> int:
@@ -206,14 +206,14 @@ def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRule
 
 
 def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
-    """Per-sample gradients in place of g, where those are the sums over its positions."""
+    """Replace g by per-sample gradients where those are sums over its positions."""
     summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
     for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
         parts[index] = (Kept(sums),)
 
 
 def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
-    """Parameters that are summed in one launch: per-sample gradients that are kept, then products of equal shapes."""
+    """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
@@ -266,8 +266,7 @@ def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
             sizes.add(part.batch_size)
     if len(sizes) > 1:
         raise UserError(
-            f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "
-            "passes that share a backward pass to be about the same samples: call backward on each before the next "
-            "forward, or give them equal batches"
+            f"one backward pass holds forward passes of {sorted(sizes)} samples, which have to be about the same "
+            "samples: call backward on each before the next forward pass"
         )
     return sizes.pop()

@@ -41,7 +41,7 @@ class RunningSums:
         self._held[parameter] = total.to(dtype)
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
-        """Name and sum of every parameter that has one."""
+        """Return name and sum of every parameter that has one."""
         return ((self._names[parameter], total) for parameter, total in self._held.items())
 
     def hand_out(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -61,7 +61,7 @@ class RunningSums:
         self._held.clear()
 
     def refuse_other_gradients(self) -> None:
-        """Raise where a gradient was not made here: it may hold more than C of a sample."""
+        """Raise UserError if a gradient was not made here: it may hold more than C of a sample."""
         for parameter, name in self._names.items():
             if parameter.grad is not None and not self._wrote(parameter):
                 raise UserError(
@@ -70,22 +70,21 @@ class RunningSums:
                 )
 
     def ignore_gradients(self) -> None:
-        """Drop every p.grad before the private gradient is written; warn once where it was not made here."""
+        """Drop every p.grad before the private gradient is written; warn once if it was not made here."""
         for parameter, name in self._names.items():
             if parameter.grad is None:
                 continue
             if not self._warned and not self._wrote(parameter):
                 self._warned = True
                 warnings.warn(
-                    f"{name}.grad was set by the training loop and is ignored: clipped sums stay inside the engine "
-                    "until noise is added, so clip_grad_norm_ and other changes of .grad have no effect. Remove them "
-                    "(transformers' Trainer: max_grad_norm=0)",
+                    f"{name}.grad was set by the training loop and is ignored, because clipped sums stay inside the "
+                    "engine until noise is added. Remove clip_grad_norm_ and other changes of .grad",
                     stacklevel=4,
                 )
             parameter.grad = None
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Drop all sums; p.grad of every parameter: zero where it was made here and is to be kept, None otherwise."""
+        """Drop all sums. Set p.grad to None, or to zero if it was made here and `set_to_none` is False."""
         self._held.clear()
         for parameter in self._names:
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Where a training step stands: the micro-batch that is open, and the clipped sums of the micro-batches before it.
+"""State of a training step: the micro-batch that is open, and the clipped sums of the micro-batches before it.
 
 The micro-batch is in one of three states:
 
@@ -70,7 +70,7 @@ COLLECTING, ACCUMULATING, APPLIED = SumsState
 
 
 class StepState:
-    """Only the transitions change it; everything else is to be read."""
+    """State of a training step. Only the transitions change it."""
 
     def __init__(self) -> None:
         self._micro_batch = CLOSED
@@ -107,12 +107,12 @@ class StepState:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples of the micro-batch; None where there is none."""
+        """Number of samples of the micro-batch; None if there is none."""
         return None if self._micro_batch is CLOSED else self._size
 
     @property
     def opened_size(self) -> int | None:
-        """The number of samples of a micro-batch that no backward pass has reached; None where there is none."""
+        """Number of samples of a micro-batch that no backward pass has reached; None if there is none."""
         return self._size if self._micro_batch is OPENED else None
 
     @property
@@ -169,8 +169,7 @@ class StepState:
         if generation != self._generation:
             raise UserError(
                 f"backward reached {module} through a forward pass whose samples are already clipped and summed, or "
-                "which was followed by that of another padded batch; call backward for all losses of a forward pass "
-                "before the next forward pass and before the step"
+                "which was followed by that of another padded batch: call backward before the next forward pass"
             )
 
     # -- the micro-batch ---------------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class StepState:
 
     @contextmanager
     def rehearsing(self, size: int) -> Iterator[None]:
-        """Inside, forward passes are of `size` samples and leave nothing."""
+        """Expect forward passes of `size` samples inside the block; they leave nothing."""
         before = self._micro_batch, self._size
         self._micro_batch, self._size = OPENED, size
         try:
@@ -198,7 +197,7 @@ class StepState:
 
     @contextmanager
     def trial(self, size: int) -> Iterator[None]:
-        """Inside, passes of `size` samples leave what `take_recorded` takes; afterwards all is as it was before."""
+        """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
         names = ("_micro_batch", "_size", "_rows", "_last_rows", "_micro_batches", "_touched", "_sums")
         before = {name: getattr(self, name) for name in names}
         self._micro_batch, self._size, self._rows, self._last_rows = OPENED, size, None, None
@@ -216,7 +215,7 @@ class StepState:
         return recorded
 
     def when_dropped(self, forget: Callable[[], None]) -> None:
-        """`forget` is called where a micro-batch is dropped or closed."""
+        """Register a function to call when a micro-batch is dropped or closed."""
         self._forget.append(forget)
 
     def forbid_accumulation(self) -> None:
@@ -229,13 +228,12 @@ class StepState:
             if self._micro_batches and self._last_rows is not None and self._last_rows.more:
                 raise UserError(
                     "a second backward pass since the last step, but the padded loader has cut this draw into several "
-                    "batches: call optimizer.step() and zero_grad() for each of them; the step is taken at the last"
+                    "batches: call optimizer.step() and zero_grad() for each; the last takes the step"
                 )
             if self._forbids_accumulation and self._micro_batches:
                 raise UserError(
                     "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: "
-                    "call optimizer.step() and zero_grad(), use opacus.utils.batch_memory_manager.BatchMemoryManager, "
-                    "or leave out Poisson sampling with poisson_sampling=False"
+                    "call optimizer.step() and zero_grad() after each, or use Opacus's BatchMemoryManager"
                 )
             self._micro_batch = RECORDED
         if slot is not None:
@@ -246,8 +244,7 @@ class StepState:
         if self._micro_batch is OPENED and self._size and not self._micro_batches:
             raise UserError(
                 f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
-                "parameters' gradients: call loss.backward() without inputs=..., and freeze what is not to be trained "
-                "with requires_grad_(False); zero_grad() forgets the forward pass"
+                "parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
             )
         was_recorded = self.recorded
         recorded = self.take_recorded()

@@ -1,4 +1,4 @@
-"""Taps: what stands in for a module's forward while an engine is attached."""
+"""Taps, which replace a module's forward while an engine is attached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
 class LayerBlock(Protocol):
-    """A checkpointed block whose layers are told from others."""
+    """Checkpointed block that knows its own layers."""
 
     def running(self) -> AbstractContextManager[None]: ...
 
@@ -86,8 +86,8 @@ class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
     Parameters are not inputs of this function, so autograd has no ordinary gradient to give them and no
-    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and whether autograd
-    would reach it tells whether a backward pass asks for the parameters' gradients at all.
+    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and autograd reaches
+    it only in a backward pass that accumulates gradients of parameters.
     """
 
     @staticmethod
@@ -179,9 +179,10 @@ class TapOfSamples(EngineTap):
         self.shared: set[int] = set()
 
     def does_not_fit(self, reason: str) -> BaseException:
-        """Return what to raise where the module cannot be tapped so: one around it is, where the pass may begin again.
+        """Return the error to raise if the module cannot be tapped this way.
 
-        Where none is left, `reason` is what the user reads.
+        It makes the pass begin again with a module around this one tapped. If that is not possible, the user reads
+        `reason`.
         """
         if self.engine.forwards.can_begin_again:
             return NotFollowed([self.module], reason, climb=True)
@@ -194,9 +195,35 @@ class TapOfSamples(EngineTap):
 
 
 class LayerTap(TapOfSamples):
-    """The forward of one layer. A family says how in `forward` and `backward`; what they share is here.
+    """Base class of layer families: it runs a layer's forward and records its per-sample gradients in backward.
 
-    `names`: the parameters the family knows; `slots` and `ctx.live` (does it require a gradient?) go in that order.
+    A family implements `forward` and `backward`. If compiled graphs should hold it, it implements `gradients`,
+    `piece_specs` and `record` instead of `backward`. `names` lists the parameters that the family knows; `slots` and
+    `ctx.live` (whether each requires a gradient) have the same order.
+
+    Args:
+        engine: The engine that is attached.
+        name: Qualified name of the module in the model.
+        module: The module whose forward is replaced.
+
+    Example:
+        >>> class Shift(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.bias = torch.nn.Parameter(torch.zeros(width))
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.bias
+        >>> class ShiftTap(LayerTap):
+        ...     names = ("bias",)
+        ...
+        ...     def forward(self, ctx, x):
+        ...         return self.call_original(x)
+        ...
+        ...     def backward(self, ctx, g):
+        ...         self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
+        ...         return g
+        >>> register_layer(Shift, ShiftTap)
     """
 
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -219,7 +246,7 @@ class LayerTap(TapOfSamples):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Return whether the module's parameters are those the family knows (not weight_g, not a buffer)."""
+        """Return whether `module` owns parameters, and only those of `names` (not weight_g, not a buffer)."""
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
         return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
 
@@ -278,9 +305,9 @@ class LayerTap(TapOfSamples):
                 self._accept_whole(key, self.parameters.get(key))
 
     def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
-        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other.
+        """Expect the whole parameter that FSDP2 puts in its shard's place around forward; refuse any other.
 
-        Return whether a frozen layer has something else in that place now: what it is made of is followed elsewhere.
+        Return True if a frozen layer has something else in that place now: what it is made of is followed elsewhere.
         """
         index = self.names.index(key)
         slot = self.slots[index]
@@ -313,28 +340,28 @@ class LayerTap(TapOfSamples):
         return run.answer(self, output, shared=shared)
 
     def call_original(self, x: Tensor) -> Any:
-        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in."""
+        """Return the module's own output for `x`. A family with fixed dimensions folds the rows of a sample back in."""
         return self.original(x)
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
-        """Return x as (B, k, ...) where it has k·B rows: k of each sample, one block after the other."""
+        """Return x as (B, k, ...) if it has k·B rows, k consecutive ones for each sample."""
         if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
             return None
         return x.reshape(batch, -1, *x.shape[1:])
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return x as the input of the autograd node; autograd differentiates this step itself."""
+        """Return `x`, (B, ...), as `forward` takes it; autograd differentiates this step itself."""
         return x
 
     def operand_dtype(self, x: Tensor) -> torch.dtype | None:
-        """In which `forward` reads x, where it takes its operands from `operands` and x is not float64."""
+        """Return the dtype in which `forward` reads x; None if it does not cast or x is float64."""
         weight = self.parameters.get("weight")
         if not self.casts_input or weight is None or torch.float64 in (weight.dtype, x.dtype):
             return None
         return autocast_dtype(x) if x.is_floating_point() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
+        """Return `x`, weight and bias of a matrix product or convolution, as autocast would cast them."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         assert weight is not None
@@ -347,14 +374,14 @@ class LayerTap(TapOfSamples):
         return x, weight, bias
 
     def admit(self, x: Tensor) -> None:
-        """Raise where x has no room for a batch dimension in front."""
+        """Raise UserError if x has no room for a batch dimension in front."""
         if x.dim() < self.min_dim:
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
     def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
-        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`.
+        """Give the engine per-sample `gradients`, (B, ...), of parameter `index` of `names`.
 
-        owned  nobody else holds them: the engine may overwrite them
+        If `owned`, nothing else holds them, and the engine may overwrite them.
         """
         slot = self._described(index, gradients.shape)
         shape = slot.parameter.shape
@@ -362,7 +389,10 @@ class LayerTap(TapOfSamples):
         self.engine.add(slot, Kept(values, owned=owned))
 
     def defer_sums(self, index: int, g: Tensor, *, owned: bool = False) -> None:
-        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p). `owned`: no product holds g."""
+        """Give the engine `g`, (B, T, p): per-sample gradients of parameter `index` of `names` are Σ_t g_t.
+
+        If `owned`, no other contribution holds g.
+        """
         batch, _, width = g.shape
         self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g, owned=owned))
 
@@ -374,25 +404,30 @@ class LayerTap(TapOfSamples):
         return slot
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        """Return the layer's output for `x`, (B, ...), and save in `ctx` what backward needs."""
         raise NotImplementedError
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of x where `ctx.needs_input_grad[1]`, then what `record` wants, where `ctx.live` says so.
+        """Return the gradient of x (if `ctx.needs_input_grad[1]`) and the pieces for `record`, given the output's `g`.
 
-        Pure tensor work: compiled graphs hold it.
+        Only tensor operations are allowed, so that compiled graphs can hold them. A piece of a parameter that is not
+        in `ctx.live` is None.
         """
         raise NotImplementedError
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        """Shapes and dtypes of what `gradients` gives for `record`; None where it gives nothing."""
+        """Return shape and dtype of each piece that `gradients` returns for `record`, given those of `x` and `y`.
+
+        `live` is `ctx.live`.
+        """
         raise NotImplementedError
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        """Give the engine the pieces of the parameters' per-sample gradients; `owned` as in `keep`."""
+        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`."""
         raise NotImplementedError
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
+        """Return the gradient of x (if `ctx.needs_input_grad[1]`), given the output's `g`; record the parameters'."""
         dx, *pieces = self.gradients(ctx, g)
         self.record(pieces)
         return dx

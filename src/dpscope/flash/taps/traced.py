@@ -2,8 +2,8 @@
 
 Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
 takes, besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
-zeros of the right shape that nothing reads. Their *gradients* are what is wanted, and no compiler may leave out a
-gradient. The node that made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
+zeros of the right shape that nothing reads. Only their *gradients* are needed, and no compiler may drop a gradient. The
+node that made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Handed(NamedTuple):
 class _TraceVersions:
     """Versions of tensors of a graph, looked up while it is traced: they show writes into a tensor.
 
-    In a graph a tensor's version is a number of the run. Its fake, on which the compiler tries each operation, counts
-    writes as well, and is there when the code is traced.
+    In a graph a tensor's version is a number of the run. While code is traced, the fake tensor on which the compiler
+    tries each operation counts writes too.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _TraceVersions:
         self._last: str = ""
 
     def look(self, context: Any) -> None:
-        """Note the version of the local variable x where this is called: that of a trace, of a fake."""
+        """Note the version of the caller's local variable x; in a trace, of its fake tensor."""
         try:
             fake = context.get_local("x").as_fake()
             trace = self._traces.setdefault(fake.fake_mode, next(self._numbers))
@@ -124,7 +124,7 @@ class Traced(torch.autograd.Function):
     def forward(
         ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
     ) -> Tensor:
-        """`cast`: x in the dtype that the layer reads it in, without a history; None: x is in it, or `tap` casts it."""
+        """Run the layer on `cast`, which is x in the layer's dtype without history; on x if there is none."""
         ctx.tap, ctx.live, ctx.traced = tap, live, True
         ctx.dtypes = tuple(each.dtype for each in stand_ins)
         output = tap.forward(ctx, x if cast is None else cast)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Anchor:
-    """Every tapped call has `tensor` as an input. `begin_backward`: called as a backward pass begins to record."""
+    """Leaf `tensor` that is an input of every tapped call. A backward that records calls `begin_backward` first."""
 
     tensor: Tensor
 
@@ -26,7 +26,7 @@ class Anchor:
 
     @contextmanager
     def renewed(self) -> Iterator[Tensor]:
-        """Inside, there is another tensor, which no graph from before leads to."""
+        """Replace the tensor inside the block by a new one, which no earlier graph leads to."""
         before = self.tensor
         self._set(_leaf())
         try:

@@ -31,7 +31,7 @@ KEEP_BATCH_FIRST = (
 
 
 def leaves_in(value: Any) -> list[Leaf]:
-    """Tensors with at least one dimension, and packed sequences, in the order in which they are met."""
+    """Return tensors with at least one dimension, and packed sequences, in the order in which they are met."""
     found = (leaf for leaf in _walk(value, set()) if isinstance(leaf, Leaf))
     return [leaf for leaf in found if isinstance(leaf, PackedSequence) or leaf.dim()]
 
@@ -50,7 +50,7 @@ def signature(value: Any) -> Hashable:
 
 
 def sizes_of(value: Any) -> Hashable:
-    """Return the same key as `signature`, with the sizes and dtypes of tensors."""
+    """Return a key like `signature` that also has the sizes and dtypes of tensors."""
     return tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _describe(leaf) for leaf in _walk(value, set())
     )
@@ -107,7 +107,7 @@ def _walk(value: Any, opened: set[int]) -> Iterator[Any]:
 
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
-    """(key, child) pairs; none for what cannot be opened."""
+    """Return (key, child) pairs; none for a value that is not opened."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (list, tuple)):

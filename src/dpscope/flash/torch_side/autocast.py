@@ -15,7 +15,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled
 
 
 class SharedCast:
-    """Casts under autocast. Remembers the last one weakly: q, k and v read one tensor, and store one cast of it."""
+    """Casts under autocast. The last one is remembered weakly: q, k and v read one tensor and store one cast of it."""
 
     __slots__ = ("_result", "_source", "_version")
 
@@ -43,7 +43,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Inside an autocast context too, per-sample gradients, norms and sums have the precision of what was recorded."""
+    """Switch autocast off, so that norms and sums are computed in the precision of what was recorded."""
     return torch.autocast(device, enabled=False) if is_autocast_enabled(device) else nullcontext()
 
 

@@ -15,7 +15,6 @@ def refuse_capture() -> None:
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UserError(
-            "private training is being captured in a CUDA graph by hand: each replay would add the same noise, and no "
-            'step would be accounted for; let torch.compile(model, mode="reduce-overhead") capture forward and '
-            "backward, and call optimizer.step() outside of a capture"
+            "private training is being captured in a CUDA graph by hand, and each replay would add the same noise: use "
+            'torch.compile(model, mode="reduce-overhead") instead'
         )

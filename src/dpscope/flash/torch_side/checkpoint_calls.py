@@ -43,7 +43,7 @@ def _cell() -> CellType | None:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Inside, calls of this thread go to `watcher`."""
+    """Send this thread's calls of `checkpoint` to `watcher` inside the block."""
     cell, outer = _cell(), getattr(_watchers, "current", None)
     if cell is None:
         yield

@@ -42,7 +42,7 @@ def forget_between(clear: Callable[[], None]) -> None:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape that is no fake one and takes no memory: those cannot change their class."""
+    """Return a meta tensor of the same shape, because fake tensors cannot change their class."""
     with _disable_current_modes():
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return made.requires_grad_(tensor.requires_grad)

@@ -25,7 +25,6 @@ COMPILE_FIRST = (
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     """Decorate a function that breaks graphs: it runs uncompiled, with all that it calls."""
-
     disable: Any = torch.compiler.disable
 
     def decorate(function: _Function) -> _Function:
@@ -102,9 +101,9 @@ def require_module(model: object) -> None:
 
 
 def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], around: Collection[nn.Module]) -> None:
-    """Raise UserError where the forward of a module was compiled, and not the module, with trained `layers` inside.
+    """Raise UserError if the forward of a module with trained `layers` inside was compiled instead of the module.
 
-    Nothing runs before such a function that could hand the layers their stand-ins. Not so in the modules `around`
+    Nothing runs before such a function that could give the layers their stand-ins. Not so in the modules `around`
     whose forward is a tap: it calls the compiled function, outside of graphs.
     """
     trained = {layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters())}
@@ -114,8 +113,7 @@ def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], ar
         if not trained.isdisjoint(module.modules()):
             raise UserError(
                 f"the forward of {name or 'the model'} was compiled as a function, in which flash clipping cannot "
-                "record its layers: compile the module instead, by module.compile() or torch.compile(module), and "
-                "leave its forward as it is"
+                "record its layers: compile the module instead, by module.compile() or torch.compile(module)"
             )
 
 

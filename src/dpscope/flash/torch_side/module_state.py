@@ -31,7 +31,7 @@ _DEPTH = 4  # levels of nested containers that are searched
 
 @contextmanager
 def uncached_parametrizations() -> Iterator[None]:
-    """Inside parametrize.cached() a weight made of one pass, or of one sample's copy, would be handed to others."""
+    """Switch parametrize.cached() off inside the block: a weight made for one sample would be handed to others."""
     enabled, cache = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
@@ -59,10 +59,10 @@ class ModuleState:
                     self._undo += _undo_of(value, seen)
 
     def take_changes(self) -> dict[str, Any]:
-        """Attributes that are new or differ, by their path; the modules are as they were afterwards.
+        """Return attributes that are new or changed, by path, and restore the modules.
 
-        Of a container that holds tensors only they are given. Notes of the parameters themselves (nn.LSTM's flat
-        weights) say nothing of samples, and are left out.
+        A container that holds tensors is returned as a list of them. Lists of the parameters themselves (nn.LSTM's
+        flat weights) say nothing about samples and are left out.
         """
         own: set[int] | None = None
         changed: dict[str, Any] = {}
@@ -94,8 +94,8 @@ class ModuleState:
 class OptionWatch:
     """The numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs, too.
 
-    They decide what a forward does with its samples. What forward itself changes (a counter) is not the user's doing;
-    what the user changes again and again is not watched any longer.
+    They decide what a forward does with its samples. Changes by forward itself (a counter) do not count, and an option
+    that the user changes again and again is no longer watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,11 +117,11 @@ class OptionWatch:
         self.note()
 
     def note(self) -> None:
-        """Take everything as it is now for known."""
+        """Remember the current state as known."""
         self._values = [holder.get(key) for holder, key in self._cells]
 
     def has_changed(self) -> bool:
-        """Return whether an option is another than it was noted."""
+        """Return whether an option has changed since it was noted."""
         values = [holder.get(key) for holder, key in self._cells]
         if all(map(operator.is_, values, self._values)):
             return False
@@ -157,7 +157,7 @@ def _parts(value: Any) -> Sequence[Any] | None:
 
 
 def token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
-    """Equal for two looks at a value between which nothing in it changed; without `identity`, for equal contents."""
+    """Return a token that stays equal while nothing in a value changes; without `identity`, for equal contents."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -171,7 +171,7 @@ def token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
 
 
 def _undo_of(value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Callable[[], None]]:
-    """Functions that put back what containers hold now."""
+    """Yield functions that restore what containers hold now."""
     parts = _parts(value) if depth else None
     if parts is None or id(value) in seen:
         return
@@ -221,7 +221,7 @@ class BufferWatch:
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
 
     def changed(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
-        """Paths of buffers that are others than when `before` was looked, and may depend on the samples."""
+        """Return paths of buffers that changed since `before` was taken, and may depend on the samples."""
         found = []
         for (path, module, key), (buffer, version) in zip(self._places, before, strict=True):
             replaced = module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
@@ -234,7 +234,7 @@ class BufferWatch:
         return [None if buffer is None else buffer.detach().clone() for buffer in map(buffers.get, paths)]
 
     def judge(self, path: str, values: list[Tensor | None]) -> None:
-        """`values`: what forward makes of the buffer, given different samples. Raises UserError where they differ."""
+        """Raise UserError if forward makes different `values` of a buffer from different samples."""
         first = values[0]
         if len(values) > 1 and all(v is not None and first is not None and _equal(first, v) for v in values):
             self.independent.add(path)
@@ -253,7 +253,7 @@ class Remains:
         self.buffers = {key for key, _ in unit.named_buffers()}
 
     def agreed(self, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Path -> value, the same for all samples. Raises UserError where samples differ, or autograd would be cut."""
+        """Return path -> value, equal for all samples. Raise UserError if samples differ, or autograd would be cut."""
         paths = {path for run in runs for path in run}
         return {path: self._agreed(path, [run.get(path) for run in runs]) for path in sorted(paths)}
 
@@ -284,9 +284,8 @@ class Remains:
                 "without noise; put the module into eval() mode, or leave the buffer out"
             )
         raise UserError(
-            f"{kind} keeps {path} on the module in forward, a value of each sample or of the parameters, and its "
-            "samples run one by one here: whoever reads it would see one sample alone; return it from forward instead "
-            "(an auxiliary loss: one value a sample), or do not keep it in training"
+            f"{kind} keeps {path} on the module in forward, and its samples run one by one here, so only one sample's "
+            "value would stay: return it from forward instead, one value for each sample"
         )
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """The hooks on saved tensors that are in force: those of a checkpoint, of `save_on_cpu` or of the user.
 
-Up to 2.7 torch does not tell. There, the context manager that all of them enter notes who entered it.
+Up to 2.7 torch does not expose them, so the context manager that all of them enter is made to note them.
 """
 
 from __future__ import annotations

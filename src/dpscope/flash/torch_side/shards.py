@@ -34,12 +34,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`local` of each; the sequence itself where none is sharded."""
+    """Return `local` of each tensor; the sequence itself if none is sharded."""
     return [local(tensor) for tensor in tensors] if any(map(is_shard_type, set(map(type, tensors)))) else tensors
 
 
 class ShardCut(NamedTuple):
-    """How dimension 0 of a tensor is cut: into `ranks` chunks of `rows` rows of `width` elements."""
+    """Cut of dimension 0 of a tensor into `ranks` chunks of `rows` rows of `width` elements."""
 
     ranks: int
     rank: int
@@ -82,7 +82,7 @@ def first_element(parameter: Tensor) -> int:
 
 
 def as_part_of(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """`part`, this rank's share of a gradient, as the parameter's `.grad` can hold it."""
+    """Return this rank's part of a gradient in the form that the parameter's `.grad` holds."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Where the noise of a step comes from: its key, and the numbers of the elements that are noised."""
+"""Source of a step's noise: its key, and the numbers of the elements that get noise."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class NoiseSource:
         return {"generator": self.generator.get_state(), "used": self.used.state()}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on where a saved stream stood, with its noise."""
+        """Continue a saved stream of noise where it stood."""
         if self.generator is None:
             raise UserError(
                 "the saved noise stream came from a noise generator, and this run has none: give make_private one "

@@ -125,7 +125,7 @@ _IS_TRAINED = attrgetter("requires_grad")
 def _collect(
     batch: SumBatch, group_of: Mapping[int, _Group], starts: Mapping[int, int], pieces: dict[_Kind, _Piece]
 ) -> int:
-    """Put the batch to what waits for an update; how many bytes its sums have, or will have."""
+    """Add the batch to the sums that wait for an update. Return how many bytes its sums take, or will take."""
     waiting = 0
     for group, (parameters, sums, factors) in _by_group(batch, group_of):
         kind = (id(group), factors is None)

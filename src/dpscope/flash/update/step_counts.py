@@ -31,7 +31,7 @@ class _Counted(NamedTuple):
 
 
 class StepCounts:
-    """Counts along with torch's counters. One that anybody else has changed, moved or replaced is read again."""
+    """Counts along with torch's counters. A counter that other code changed, moved or replaced is read again."""
 
     def __init__(self) -> None:
         self._known: list[_Counted] = []

@@ -88,7 +88,7 @@ def live_tensor_bytes() -> int:
 
 
 def _has_cpu_bytes(tensor: Tensor) -> bool:
-    """Tell if a tensor has bytes on the CPU: those of torch.compile's tracing and of torch.func have none."""
+    """Return whether a tensor has bytes on the CPU: those of torch.compile's tracing and of torch.func have none."""
     try:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return False

@@ -1,7 +1,8 @@
 """Tracker of a step: it watches every operator and follows each storage from birth to death.
 
 It counts storages, not tensors, holds them weakly, and allocates nothing on the device. `holdings` says who holds what,
-and is asked whenever a phase begins or ends. No time is ever taken here: a step takes a few times as long.
+and is asked whenever a phase begins or ends. Times are never measured here, because a tracked step takes a few times as
+long.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _recomputing() -> bool:
-    """Tell if a forward runs again inside a backward pass: gradients are enabled there."""
+    """Return whether a forward runs again inside a backward pass: gradients are enabled there."""
     return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 

@@ -55,7 +55,7 @@ def _row(action: Action) -> FigureRow:
 
 
 def _add_up(rows: Iterable[FigureRow]) -> list[FigureRow]:
-    """Return the rows of one name, family and phase as one; a figure that one of them lacks is lacking in the sum."""
+    """Add up the rows of one name, family and phase. A figure that one of them lacks is left out of the sum."""
     groups: dict[tuple[Any, ...], list[FigureRow]] = {}
     for row in rows:
         groups.setdefault((row["name"], row["family"], row["phase"]), []).append(row)

@@ -57,7 +57,7 @@ METRIC_ALIASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """A weighted sum of raw metrics. `if_there`: units that older chips do not have, and then add nothing."""
+    """A weighted sum of raw metrics. `if_there`: metrics that older chips lack, where they count as zero."""
 
     terms: Mapping[str, int]
     if_there: Mapping[str, int] = field(default_factory=dict)

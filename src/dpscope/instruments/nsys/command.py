@@ -47,7 +47,7 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Tell if this version has the option. If its help could not be read, nsys itself will refuse it."""
+        """Return whether this version has the option. If its help could not be read, nsys itself will refuse it."""
         return not self.options or option in self.options
 
 
@@ -137,7 +137,7 @@ def import_raw_command(importer: str, raw: Path, report: Path) -> list[str]:
 def interactive_commands(
     nsys: Nsys, program: Sequence[str], looking: NsysOptions, *, session: str, environment: Mapping[str, str]
 ) -> list[str]:
-    """Start a program now, and start and stop recording by hand, as often as one likes; one shell line each."""
+    """Return shell lines that start a program, and start and stop recording by hand, any number of times."""
     launch = [nsys.path, "launch", f"--session-new={session}", f"--trace={looking.trace}", *program]
     # %h is the host's name: on storage that several machines share, each then writes a file of its own.
     start = [nsys.path, "start", f"--session={session}", *_sampling(nsys, looking), f"--output={session}-%h"]

@@ -58,7 +58,7 @@ def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
 
 
 def is_waiting(call: str) -> bool:
-    """Tell by its name if a call returns only when the GPU has caught up."""
+    """Return whether a call, by its name, returns only when the GPU has caught up."""
     return "Synchronize" in call or call in ("cudaMemcpy", "cudaFree", "cudaFreeHost")
 
 
@@ -152,7 +152,7 @@ def lanes(timeline: CapturedTimeline) -> DataFrame:
 
 
 def nesting(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return how many earlier spans are still open at the start of each; spans come by start."""
+    """Return how many earlier spans are still open at the start of each; spans are sorted by start."""
     open_until: list[int] = []
     depths = []
     for start, end in spans:

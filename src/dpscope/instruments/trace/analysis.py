@@ -121,7 +121,7 @@ def _shape(event: Event) -> str:
 
 
 def _is_recursive(event: Event) -> bool:
-    """Tell if an event lies within a call of the same operator, whose time includes it."""
+    """Return whether an event lies within a call of the same operator, whose time includes it."""
     return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
 
 

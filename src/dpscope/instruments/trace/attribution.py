@@ -83,7 +83,7 @@ class StepView:
 
 
 def launch_or_operator(trace: Trace, work: Event) -> Event:
-    """Return the host's side of a piece of work on the GPU; the work itself where that was not recorded."""
+    """Return the host event that launched a piece of work on the GPU; the work itself if that was not recorded."""
     return trace.launch_of(work) or trace.operator_of(work) or work
 
 

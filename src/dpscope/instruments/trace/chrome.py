@@ -24,7 +24,7 @@ LAST_KEY = b'"traceName"'  # of the document that torch.profiler writes
 def chrome_trace(profiler: profile) -> bytes:
     """Return the trace as JSON, once for each recording; torch writes it by way of a file in TMPDIR.
 
-    Raise `OSError` (no room) where the file is missing or cut short: torch.profiler returns as if all were well.
+    Raise `OSError` (no room) if the file is missing or incomplete, because torch.profiler reports no error.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

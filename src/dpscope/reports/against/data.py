@@ -118,7 +118,7 @@ class Pair:
         return self.status_changed or any(self.change(quantity).tone for quantity in QUANTITIES)
 
     def verdict(self, quantity: Quantity) -> str:
-        """Return the verdict of its quantity, or of the row if that ended differently or without figures."""
+        """Return the verdict on a quantity; on the row itself if its status changed or it has no figures."""
         if self.status_changed:
             return " → ".join(self.statuses)
         return self.change(quantity).verdict or ("" if self.now.result.ok else self.statuses[1])
@@ -126,24 +126,35 @@ class Pair:
 
 @dataclass(frozen=True)
 class Against:
-    """A sweep (`now`) against an earlier one or another machine's (`before`). `print` shows it."""
+    """Comparison of a sweep (`now`) with an earlier one or another machine's (`before`). `print` shows it.
 
-    before: str  # the folders
+    Attributes:
+        before: Folder of the earlier sweep.
+        now: Folder of this sweep.
+        pairs: Rows that are in both sweeps.
+        differences: Settings and versions in which the sweeps differ.
+        only_before: Rows that only the earlier sweep has.
+        only_now: Rows that only this sweep has.
+        skipped: Files of either that are no results.
+    """
+
+    before: str
     now: str
     pairs: list[Pair]
     differences: list[Difference]
     only_before: list[Row]
     only_now: list[Row]
-    skipped: list[Skipped]  # files of either that are no results
+    skipped: list[Skipped]
     memory_sources: tuple[str, str] = ("", "")  # how the peaks that are shown were measured: before, now
 
     @property
     def changed(self) -> bool:
+        """True if a figure changed beyond its spread, or a status changed."""
         return any(pair.changed for pair in self.pairs)
 
     @cached_property
     def telling(self) -> list[str]:
-        """The fields that tell rows apart, beside method and size."""
+        """Fields by which rows differ, besides method and size."""
         return worth_a_column([pair.now for pair in self.pairs], ("model", *COMPARED))
 
     def name_of(self, pair: Pair) -> str:

@@ -115,7 +115,7 @@ class SweepChange:
 
 
 def judge_by_spread(before: Reading, now: Reading, relative: float) -> int | str:
-    """Return a change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
+    """Return a change if the two spreads do not overlap, both were steady, and it is large enough to repeat."""
     if before.spread is None or now.spread is None:
         return NO_SPREAD
     if doubt := next((reason for reason in (FEW, *REASONS) if reason in (before.doubt, now.doubt)), None):
@@ -146,7 +146,7 @@ def _time(row: Row, source: str) -> tuple[Reading, Reading]:
 
 
 def peaks_by_source(row: Row) -> dict[str, float]:
-    """Return how it was measured -> peak in bytes, the memory instrument's first."""
+    """Return peaks in bytes by the way they were measured, the memory instrument's first."""
     found: dict[str, float] = {}
     for instrument, peak in row.peaks.items():
         found.setdefault(str(row.measured[instrument].memory.get("source") or "stated"), peak)

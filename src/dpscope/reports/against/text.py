@@ -52,7 +52,7 @@ def sentences(against: Against) -> list[str]:
 
 
 def format_change(relative: float | None) -> str:
-    """Return −3.1%; what would round to nothing has no sign."""
+    """Return a change such as −3.1%, without a sign if it rounds to zero."""
     if relative is None:
         return MISSING
     share = f"{abs(relative):.1%}"
@@ -141,7 +141,7 @@ def against_summary(against: Against) -> RenderableType:
 
 
 def _notes(against: Against, quantity: Quantity) -> list[str]:
-    """Return what `?` marks, and which peak it is."""
+    """Return notes on what `?` marks and on how the peak was measured."""
     if quantity is MEMORY:
         return peak_notes(against.memory_sources)
     changes = [change for pair in against.pairs for change in (pair.change(quantity), pair.ratio(quantity))]

@@ -80,7 +80,7 @@ def box_of(artist: Any, pad: float = 0.0) -> Box:
 
 
 def in_figure(ax: Axes, pixel: Pixel) -> Pixel:
-    """Return the same place as a fraction of the figure: pixels are others in a file of another resolution."""
+    """Return the place as a fraction of the figure, because files of another resolution have other pixels."""
     x, y = ax.figure.transFigure.inverted().transform(pixel)
     return float(x), float(y)
 

@@ -90,7 +90,7 @@ def new_panels(
 
 
 def settle(figure: Figure) -> None:
-    """Fix the layout, so that what is placed by measured extents afterwards moves nothing."""
+    """Fix the layout, so that labels placed afterwards by their measured extents move nothing."""
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)

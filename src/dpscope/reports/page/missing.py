@@ -39,7 +39,7 @@ def command_lines(specs: Sequence[RowSpec]) -> list[str]:
 
 
 def can_be_typed(spec: RowSpec) -> bool:
-    """Tell if a command exists for this spec: not for a model made in Python, nor for a name with a comma."""
+    """Return whether a command exists for this spec: not for a model made in Python, nor for a name with a comma."""
     return workload_flags(spec["workload"]) is not None and "," not in spec["method"]
 
 
@@ -150,7 +150,7 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
 
 
 def _works(row: Row, instrument: str) -> bool:
-    """Tell if the instrument could measure this row: not if it failed, nor on a CPU if it needs a GPU."""
+    """Return whether the instrument could measure this row: not if it failed, nor on a CPU if it needs a GPU."""
     plain = row.measured.get("time")
     trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
     return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")

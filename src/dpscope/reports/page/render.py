@@ -108,7 +108,7 @@ def _templates() -> Environment:
 
 
 def _own_script() -> str:
-    """Return the page's own script: what drawings share, the drawings, and at last what sets them up."""
+    """Return the page's own script: shared functions, the drawings, and the code that starts them."""
     drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
     shared, own, last = ([_text(f"static/{name}") for name in names] for names in (SHARED, drawings, SCRIPTS))
     return "\n".join(('"use strict";', *shared, *(f"{{\n{script}}}" for script in own), *last))  # own: with own names

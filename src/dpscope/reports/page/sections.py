@@ -76,7 +76,7 @@ def files_beside(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _is_below(path: object, folder: Path | None) -> bool:
-    """Tell if a path is a file in the folder itself: results may come from anybody, and name any path."""
+    """Return whether a path is a file in the folder itself: results may come from anybody, and name any path."""
     if folder is None or not isinstance(path, str) or "\0" in path:
         return False
     pure = PurePosixPath(path)

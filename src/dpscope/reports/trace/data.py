@@ -89,7 +89,7 @@ def traced(rows: Sequence[Row]) -> list[list[TracedStep]]:
 
 
 def on_gpu(steps: Sequence[TracedStep]) -> bool:
-    """Tell if all of them were traced on a GPU."""
+    """Return whether all of them were traced on a GPU."""
     return all(step.gpu for step in steps)
 
 

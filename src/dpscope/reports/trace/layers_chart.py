@@ -86,7 +86,7 @@ def _to_depth(costs: Costs, depth: int) -> Costs:
 
 
 def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
-    """Return the heaviest in any method first; of equals, in the order of the results."""
+    """Return the heaviest in any method first; equal ones stay in the order of the results."""
     listed = dict.fromkeys(name for costs in methods for name in costs)
     lines = []
     for pattern, names in grouped(listed, pattern_of).items():
@@ -177,7 +177,7 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Cost
 
 
 def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
-    """Return what a method's modules without a line cost; a rounding error counts as nothing."""
+    """Return the cost of a method's modules that have no line of their own; 0 if it is only a rounding error."""
     whole = sum(map(total, costs.values()))
     rest = whole - sum(total(cost) for line in drawn for cost in line.modules[place].values())
     return rest if rest > 1e-9 * whole else 0.0

@@ -117,7 +117,7 @@ class Traffic:
 
     @cached_property
     def family_bytes(self) -> dict[str, float]:
-        """Bytes of the whole step: families, and as UNSEEN what its kernels leave over."""
+        """Bytes of the whole step by family; bytes that no kernel accounts for are UNSEEN."""
         parts = self.kernels.bytes_by_family() if self.kernels else {}
         whole = self.dram_bytes or 0.0
         rest = whole - sum(parts.values())

@@ -32,7 +32,7 @@ ROOM = 3.0  # an axis goes this factor beyond its points
 
 
 def _heading(what: str, rows: Sequence[Row], estimated: Iterable[bool], note: str) -> list[str]:
-    """Return what is shown, of what and on what; an estimate is named first."""
+    """Return the lines above a figure: the quantity, marked if it is an estimate, the rows, and a note."""
     told = f"{what}: an ESTIMATE from tensor sizes, not measured" if all(estimated) else what
     return [told, describe([row for row in rows if traffic_of(row)]), note]
 

@@ -165,7 +165,7 @@ def _sentence(traffic: data.Traffic) -> str:
 
 
 def _explain(traffic: data.Traffic) -> str:
-    """Say which families make up most of the extra, if kernels were counted."""
+    """Explain which families make up most of the extra, if kernels were counted."""
     extra = traffic.extra_bytes
     if extra is None or extra.total <= 0 or (traffic.ratio or 0) <= 1:
         return ""

@@ -42,7 +42,7 @@ class ModuleAtPeak(TypedDict):
 
 
 class TensorAtPeak(TypedDict):
-    """`count` tensors that are alike but for the number of their layer."""
+    """Group of `count` tensors that differ only in the number of their layer."""
 
     bytes: int  # of one
     count: int

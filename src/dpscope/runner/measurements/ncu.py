@@ -46,7 +46,7 @@ NOT_ESTIMATED = "an estimate knows the sizes of tensors, not what caches and uni
 
 
 class NotCounted(Exception):
-    """ncu could not count, and why: an estimate takes its place."""
+    """Failure of ncu to count, with the reason. An estimate takes its place."""
 
 
 class ProgramFailed(Exception):
@@ -104,7 +104,7 @@ def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str
 
 
 def printed_commands(spec: RunSpec) -> Iterator[str]:
-    """Yield the lines for a shell that count what a measurement would count, each command after what it is."""
+    """Yield shell commands that count what a measurement would count, each after a comment that describes it."""
     ncu, name = ncu_here(), spec.label.replace(" ", "_")
     yield f"# {spec.label}: one step as a whole"
     yield shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep")))
@@ -213,7 +213,7 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
 
 
 def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
-    """Return the estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
+    """Return the estimate of a step, and note in `kernels` how many kernels the step launches."""
     from dpscope.instruments.estimate import estimate_traffic
     from dpscope.runner.steps import TrainingSteps
     from dpscope.trainers.compilation import eager_calls

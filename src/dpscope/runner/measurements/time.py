@@ -1,7 +1,7 @@
 """Measurement of step time, and of the memory it peaked at.
 
 Over several processes: the time of the slowest rank, and the peak of the rank that needs most. A simulated world is
-one process, this one, and none of the others.
+this one process, without the others.
 """
 
 from __future__ import annotations

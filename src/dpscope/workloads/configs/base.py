@@ -84,7 +84,7 @@ class WorkloadConfig:
         raise NotImplementedError
 
     def resized(self: C, **sizes: Any) -> C:
-        """Return the same with some sizes changed."""
+        """Return the same with some `sizes` changed, given by name."""
         known = {field.name for field in fields(self)} - {"name", "lora"}
         refuse_foreign_sizes(self.name, set(sizes) - known)
         return replace(self, **sizes)

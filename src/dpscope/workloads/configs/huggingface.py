@@ -89,9 +89,8 @@ class HuggingFaceConfig(WorkloadConfig):
             if self.architecture.endswith(ending):
                 return task
         raise UserError(
-            f"dpscope has no loss for the architecture {self.architecture!r}: it trains those whose name ends in "
-            f'{", ".join(_TASK_OF_ENDING)}. Name such a one in "architectures", or bring the model and its loss with '
-            "--workload"
+            f'dpscope has no loss for the architecture {self.architecture!r}: name one in "architectures" that ends '
+            f"in {', '.join(_TASK_OF_ENDING)}, or bring the model and its loss with --workload"
         )
 
     def size(self, name: str) -> Any:

@@ -98,7 +98,7 @@ def test_a_tensor_changed_in_place_before_the_sum_is_an_error(changed):
     part = make("outer", 2, 3)
     part.check_unchanged("weight")
     getattr(part, changed).zero_()
-    with pytest.raises(UserError, match=r"weight was changed in place.*engine\.finish\(\)"):
+    with pytest.raises(UserError, match=r"weight was changed in place.*copy the batch into fresh tensors"):
         part.check_unchanged("weight")
 
 

@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_model_is_still_refused() -> None:
 
 def test_hooks_asked_for_in_so_many_words_are_flash_and_that_is_said() -> None:
     model = make_model()
-    with pytest.warns(UserWarning, match="'hooks' was asked for"):
+    with pytest.warns(UserWarning, match="grad_sample_mode='hooks' uses flash clipping"):
         private, optimizer, loader = make_private(model, sgd(model), grad_sample_mode="hooks")
     assert private is model
     before = [p.detach().clone() for p in model.parameters()]

@@ -134,7 +134,7 @@ def test_a_model_in_one_process_has_no_layout() -> None:
 
 def test_a_model_on_two_devices_of_one_process_is_refused_unless_one_of_them_holds_nothing_that_trains() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(UserError, match=r"0\.weight on cpu and 1\.weight on meta; put the model on one device"):
+    with pytest.raises(UserError, match=r"0\.weight on cpu, 1\.weight on meta\. Put them on one device"):
         layout_of(model)
     model[1].requires_grad_(False)
     assert layout_of(model) is None
