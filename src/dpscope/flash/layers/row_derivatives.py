@@ -32,7 +32,7 @@ from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
 
 PROBES = 3
-FLOOR = 2.0**-12
+LEAST_OUTSIDE = 2.0**-12
 _WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
 _AT_ONCE = 2**22  # elements of weights whose probes are pulled back together
 _Event: Any = torch.cuda.Event
@@ -74,10 +74,10 @@ class RowForm(NamedTuple):
         """‖Jᵀv_bo‖² of (B, 3, O) float64: ‖v_bo‖², and Eᵀv_bo. (B, O).
 
         Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is
-        all that is known of the first: it is taken to be at least `FLOOR` of v, which only clips more.
+        all that is known of the first: it is taken to be at least `LEAST_OUTSIDE` of v, which only clips more.
         """
         squares, along = products[:, 0], products[:, 1:].transpose(1, 2)  # (B, O), (B, O, 2)
-        outside = torch.maximum(squares - along.square().sum(2), FLOOR * squares)
+        outside = torch.maximum(squares - along.square().sum(2), LEAST_OUTSIDE * squares)
         scale = self.scale.double()
         inner = self.inner.double() + scale.view(-1, 1, 1) * _identity(scale)
         inside = torch.einsum("oij,boj->boi", inner, along).square().sum(2)
