@@ -35,7 +35,7 @@ from dpscope.flash.torch_side.autocast import no_autocast
 PROBES = 3
 LEAST_OUTSIDE = 2.0**-12
 _WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
-_AT_ONCE = 2**22  # elements of weights whose probes are pulled back together
+_AT_ONCE = 2**21  # elements of weights whose probes are pulled back together
 _Event: Any = torch.cuda.Event
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
 
