@@ -25,10 +25,10 @@ from dpscope.flash.layers.conv import Patches
 from dpscope.flash.layers.row_derivatives import (
     PROBES,
     Derived,
+    OfGain,
     RowForm,
     Verdict,
     basis_of,
-    pulled,
     row_forms,
     unknown_of,
 )
@@ -184,23 +184,35 @@ class BareUse(_Seen):
                 yield slot, values
 
     def _add_derived(self, q: Tensor, patches: Patches) -> bool:
-        """Give the engine the gradients of the one weight that q is made of as those of q, where that is exact."""
+        """Give the engine the gradients of the weight that q is made of as those of q, where that is exact.
+
+        Besides the weight there may be a gain, with one element a row.
+        """
         if not patches.by_kernel or slot_of(self.tap, q._base) is not None:
             return False
         slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
         weight = self._weight_in_rows(q, [slot.parameter for slot in slots], patches.batch_size)
-        if len(slots) != 1 or weight is None or (self._verdict is None and self._form(q, weight) is None):
+        others = [slot for slot in slots if slot.parameter is not weight]
+        alike = all(slot.parameter.numel() == len(q) and slot.parameter.dtype == q.dtype for slot in others)
+        if weight is None or len(others) > 1 or not alike:
             return False
-        if slots[0].why != self.why:
-            slots[0].describe("derived", self.why, patches.shapes)
-        unknown = unknown_of(self.tap.engine)
-        self.tap.engine.add(slots[0], Derived(patches, q, weight, self._hear, unknown))
+        gain = others[0].parameter if others else None
+        if self._verdict is None and self._form(q, weight, gain) is None:
+            return False
+        for slot in slots:
+            if slot.why != self.why:
+                slot.describe("derived", self.why, patches.shapes)
+        engine = self.tap.engine
+        derived = Derived(patches, q, weight, gain, self._hear, unknown_of(engine))
+        engine.add(engine.slot(weight), derived)
+        if others:
+            engine.add(others[0], OfGain(derived))
         return True
 
     def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
         """Return the gradients (B, *shape) of the parameters that q is made of, given those of q, (B, *q.shape)."""
         weight = self._weight_in_rows(q, parameters, len(rows))
-        form = None if weight is None else self._form(q, weight)
+        form = None if weight is None else self._form(q, weight, None)
         if weight is None or form is None:
             return _vjp(q, parameters, rows)
         others = [each for each in parameters if each is not weight]
@@ -216,9 +228,9 @@ class BareUse(_Seen):
             return None
         return alike[0]
 
-    def _form(self, q: Tensor, weight: nn.Parameter) -> RowForm | None:
+    def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
         """Return the closed form, None if it is known that there is none: the first verdict is waited for."""
-        form, fits = row_forms([weight], [basis_of(weight)], lambda probes: pulled([q], [weight], probes))
+        form, fits = row_forms([q], [weight], [gain], [basis_of(weight)])
         first = self._verdict is None
         self._hear(Verdict(fits.all().unsqueeze(0)), 0)
         assert self._verdict is not None

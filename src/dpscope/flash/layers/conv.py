@@ -165,7 +165,7 @@ class Patches(Saved):
         return total if out is None or total is out else out.add_(total)
 
 
-UNDECIDED = Decision(DIRECT, "")
+_UNDECIDED = Decision(DIRECT, "")
 
 
 class ConvOptions(NamedTuple):
@@ -277,7 +277,7 @@ class ConvTap(LayerTap):
 
 def patches_of(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> Patches:
     """Return the operands of a convolution's weight gradient, with the path that is chosen for them."""
-    patches = Patches(x, g, geometry, shape, UNDECIDED)
+    patches = Patches(x, g, geometry, shape, _UNDECIDED)
     patches.decision = _decide(tap, patches)
     return patches
 

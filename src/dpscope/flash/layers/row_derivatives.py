@@ -4,8 +4,9 @@ For q made of a weight w, both (O, n), and E_o an orthonormal basis of span(1, w
 
     Jᵀv = a_o v_o + E_o N_o E_oᵀ v_o
 
-as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. Three probes through
-autograd then give a, N and whether it is so, however many samples there are: all three have parts in E and outside. A
+as it is for (w - mean)/std, w/‖w‖ and γ_o·w, with any constants in them and by whatever operators. A gain γ with one
+element a row receives ζ_oᵀE_oᵀv_o, because ∂q_o/∂γ_o is in the span as well. Three probes through autograd then give a,
+N, ζ and whether it is so, however many samples there are: all three have parts in E and outside. A
 linear map that has this form for a random vector has it for all. Where a row has not, its gradients are NaN, so that no
 sample has a share in a step whose derivative was not this one. A weight that is clamped, say, may reach its bounds at
 any time; on a GPU, which nobody waits for, that is known a step or two later (`Verdict`).
@@ -32,9 +33,9 @@ from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
 
 PROBES = 3
-FLOOR = 2.0**-12
+LEAST_OUTSIDE = 2.0**-12
 _WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
-_AT_ONCE = 2**22  # elements of weights whose probes are pulled back together
+_AT_ONCE = 2**21  # elements of weights whose probes are pulled back together
 _Event: Any = torch.cuda.Event
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
 
@@ -57,10 +58,14 @@ class Verdict:
 
 
 class RowForm(NamedTuple):
-    """Jᵀ of weights with O rows. scale: a, (O,), NaN where a row has another form; inner: N, (O, 2, 2)."""
+    """Jᵀ of weights with O rows, and of their gains.
+
+    scale: a, (O,), NaN where a row has another form; inner: N, (O, 2, 2); gain: ζ, (O, 2), zero without a gain
+    """
 
     scale: Tensor
     inner: Tensor
+    gain: Tensor
 
     def applied(self, v: Tensor, basis: Tensor) -> Tensor:
         """Return a v + E N Eᵀ v, for v: (B, *shape) with O rows and basis: (2, O, n)."""
@@ -74,10 +79,10 @@ class RowForm(NamedTuple):
         """Return ‖Jᵀv_bo‖², (B, O), from ‖v_bo‖² and Eᵀv_bo: (B, 3, O) float64.
 
         Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is
-        all that is known of the first: it is taken to be at least `FLOOR` of v, which only clips more.
+        all that is known of the first: it is taken to be at least `LEAST_OUTSIDE` of v, which only clips more.
         """
         squares, along = products[:, 0], products[:, 1:].transpose(1, 2)  # (B, O), (B, O, 2)
-        outside = torch.maximum(squares - along.square().sum(2), FLOOR * squares)
+        outside = torch.maximum(squares - along.square().sum(2), LEAST_OUTSIDE * squares)
         scale = self.scale.double()
         inner = self.inner.double() + scale.view(-1, 1, 1) * _identity(scale)
         inside = torch.einsum("oij,boj->boi", inner, along).square().sum(2)
@@ -94,30 +99,50 @@ def basis_of(w: Tensor) -> Tensor:
     return torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
 
 
-Pull = Callable[[list[Tensor]], Sequence[Tensor]]
-"""From one gradient of each q to one of each weight."""
-
-
-def row_forms(weights: Sequence[Tensor], bases: Sequence[Tensor], pull: Pull) -> tuple[RowForm, Tensor]:
-    """Return the form of all rows of all weights, and which rows have it: (ΣO,)."""
+def row_forms(
+    qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], bases: Sequence[Tensor]
+) -> tuple[RowForm, Tensor]:
+    """Return the form of all rows of all weights, and which rows have it: (ΣO,). No two q share a parameter."""
     generator = torch.Generator(weights[0].device)  # of its own: the model's random numbers stay
     generator.manual_seed(sum(w.numel() for w in weights))
     probes = [torch.randn(PROBES, *w.shape, dtype=w.dtype, device=w.device, generator=generator) for w in weights]
     for k in (0, 1):
         added = [basis[k].view_as(probe[k]) for basis, probe in zip(bases, probes, strict=True)]
         torch._foreach_add_([probe[k] for probe in probes], added, alpha=_WEIGHT_OF_BASIS)
-    images = zip(*(pull([probe[k] for probe in probes]) for k in range(PROBES)), strict=True)
+    parameters = [*weights, *(gain for gain in gains if gain is not None)]
+    pulled = [_pulled(qs, parameters, [probe[k] for probe in probes]) for k in range(PROBES)]
+    images = zip(*(found[: len(weights)] for found in pulled), strict=True)
     measured = [_measured(*each) for each in zip(probes, images, bases, strict=True)]
     scale, inside, lengths, errors = (torch.cat(each) for each in zip(*measured, strict=True))
-    given, found = inside[:, :PROBES], inside[:, PROBES:]  # (ΣO, PROBES, 2): Eᵀ of probes and of their images
+    given = inside[:, :PROBES]  # (ΣO, PROBES, 2), and beside it what a linear map of it is to give: (ΣO, PROBES, 3)
+    found = torch.cat([inside[:, PROBES:], _of_gains(weights, gains, pulled)], 2)
     (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
     inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
-    turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)  # (a + N)ᵀ
-    inner = turned.mT - scale.view(-1, 1, 1) * _identity(scale)
-    errors = errors.square() + (found - given @ turned).square().sum(2)
+    turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
+    inner, gain = turned[:, :, :2].mT - scale.view(-1, 1, 1) * _identity(scale), turned[:, :, 2]
+    missed = found - given @ turned
+    errors = (errors.square() + missed[:, :, :2].square().sum(2)).sqrt()
     allowed = lengths[:, PROBES:] + scale.abs().unsqueeze(1) * lengths[:, :PROBES]
-    fits = (errors.sqrt() <= _TOLERANCE * allowed).all(1)
-    return RowForm(scale.where(fits, torch.nan), inner), fits
+    fits = (errors <= _TOLERANCE * allowed).all(1)
+    fits &= (missed[:, :, 2].abs() <= _TOLERANCE * gain.norm(dim=1, keepdim=True) * lengths[:, :PROBES]).all(1)
+    return RowForm(scale.where(fits, torch.nan), inner, gain), fits
+
+
+def _of_gains(weights: Sequence[Tensor], gains: Sequence[Tensor | None], pulled: Sequence[Sequence[Tensor]]) -> Tensor:
+    """(ΣO, PROBES, 1): gradients of the gains, which stand behind those of the weights; zeros where there is none."""
+    found = zip(*(each[len(weights) :] for each in pulled), strict=True)
+    columns = [
+        w.new_zeros(len(w), PROBES) if gain is None else torch.stack([each.flatten() for each in next(found)], 1)
+        for w, gain in zip(weights, gains, strict=True)
+    ]
+    return torch.cat(columns).unsqueeze(2)
+
+
+def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of the parameters for one gradient of each q, zeros where there is none."""
+    with OWN_GRADIENTS.taken(), no_autocast(qs[0].device.type):
+        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(qs, parameters, gradients, **options)
 
 
 def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
@@ -134,18 +159,27 @@ def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[
 
 
 class Derived:
-    """Per-sample gradients Jᵀv_b of a weight, held as those of q, which is made of it.
+    """Per-sample gradients Jᵀv_b of a weight, held as those of q, which is made of it, and of a gain if there is one.
 
     products: (B, 3, O) float64, ‖v_bo‖² and Eᵀv_bo. tell: is told of the verdict on the weight's rows.
     """
 
-    __slots__ = ("__weakref__", "basis", "form", "inner", "others", "products", "q", "squared", "tell", "version", "w")
+    __slots__ = (
+        "__weakref__", "basis", "form", "gain", "inner", "others", "products", "q", "squared", "tell", "versions", "w",
+    )  # fmt: skip
     kind = "derived"
 
     def __init__(
-        self, patches: Patches, q: Tensor, w: Tensor, tell: Callable[[Verdict, int], None], others: Unknown
+        self,
+        patches: Patches,
+        q: Tensor,
+        w: Tensor,
+        gain: Tensor | None,
+        tell: Callable[[Verdict, int], None],
+        others: Unknown,
     ) -> None:
-        self.q, self.w, self.version, self.tell, self.others = q, w, w._version, tell, others
+        self.q, self.w, self.gain, self.tell, self.others = q, w, gain, tell, others
+        self.versions = self._versions()
         self.basis = basis_of(w)
         values, self.products = patches.products_along(self.basis, keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
@@ -153,12 +187,18 @@ class Derived:
         self.squared: Tensor | None = None
         others.members.append(ref(self))
 
+    def _versions(self) -> tuple[int, int]:
+        return self.w._version, 0 if self.gain is None else self.gain._version
+
+    def is_as_recorded(self) -> bool:
+        return self._versions() == self.versions
+
     @property
     def batch_size(self) -> int:
         return self.inner.batch_size
 
     def check_unchanged(self, name: str) -> None:
-        if self.form is None and self.w._version != self.version:
+        if self.form is None and not self.is_as_recorded():
             refuse_changed(name)
         self.inner.check_unchanged(name)
 
@@ -184,11 +224,60 @@ class Derived:
         total = self._known().applied(self.inner.clipped_sum(scale, None).unsqueeze(0), self.basis).squeeze(0)
         return total if out is None else out.add_(total)
 
+    def of_gain(self) -> Tensor:
+        """(B, *shape of the gain)."""
+        form = self._known()
+        assert self.gain is not None
+        rows = torch.einsum("bko,ok->bo", self.products[:, 1:], form.gain.double())
+        rows = torch.where(form.scale.isnan(), torch.nan, rows)
+        return rows.to(self.gain.dtype).view(-1, *self.gain.shape)
+
     def _known(self) -> RowForm:
         if self.form is None:
             self.others.find()
         assert self.form is not None
         return self.form
+
+
+class OfGain:
+    """Per-sample gradients of the gain of a derived weight, known once the weight's derivative is."""
+
+    __slots__ = ("_values", "weight")
+    kind = "derived"
+
+    def __init__(self, weight: Derived) -> None:
+        self.weight = weight
+        self._values: Kept | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.weight.batch_size
+
+    def check_unchanged(self, name: str) -> None:
+        self.weight.check_unchanged(name)
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def kept(self) -> Kept:
+        if self._values is None:
+            self._values = Kept(self.weight.of_gain())
+        return self._values
+
+    def taken(self, index: Tensor) -> Kept:
+        return self.kept().taken(index)
+
+    def folded(self, each: int, rules: PathRules) -> Kept:
+        return self.kept().folded(each, rules)
+
+    def materialise(self) -> Tensor:
+        return self.kept().values
+
+    def norms_squared(self) -> Tensor:
+        return self.kept().norms_squared()
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return self.kept().clipped_sum(scale, out)
 
 
 class Unknown:
@@ -200,45 +289,43 @@ class Unknown:
     def find(self) -> None:
         members = [member for each in self.members if (member := each()) is not None]
         self.members = []
-        for some in _parts([each for each in members if each.w._version == each.version]):
+        for some in _parts([each for each in members if each.is_as_recorded()]):
             _find(some)
 
 
 def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
-    """Yield members of one kind with at most `_AT_ONCE` elements together, one at least."""
+    """Yield members of one kind, with at most `_AT_ONCE` elements together, one at least, and no parameter twice."""
     kinds: dict[tuple[object, ...], list[Derived]] = {}
     for each in members:
         kinds.setdefault((each.w.dtype, each.w.device, each.products.shape[0]), []).append(each)
     for alike in kinds.values():
         part: list[Derived] = []
+        taken: set[int] = set()
+        size = 0
         for each in alike:
-            if part and sum(other.w.numel() for other in part) + each.w.numel() > _AT_ONCE:
+            own = {id(each.w), id(each.gain)} - {id(None)}
+            if part and (size + each.w.numel() > _AT_ONCE or taken & own):
                 yield part
-                part = []
+                part, taken, size = [], set(), 0
             part.append(each)
+            taken |= own
+            size += each.w.numel()
         yield part
 
 
 def _find(members: list[Derived]) -> None:
     """Find the derivatives of some weights, and the norms that follow."""
-    qs, weights = [each.q for each in members], [each.w for each in members]
+    weights = [each.w for each in members]
     sizes = [len(w) for w in weights]
-    form, fits = row_forms(weights, [each.basis for each in members], lambda probes: pulled(qs, weights, probes))
+    given = [each.q for each in members], weights, [each.gain for each in members], [each.basis for each in members]
+    form, fits = row_forms(*given)
     squares = form.squares(torch.cat([each.products for each in members], 2))
     verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
-    scales, inners = (torch.split(each, sizes) for each in (form.scale, form.inner))
-    of_each = zip(members, scales, inners, torch.split(squares, sizes, 1), strict=True)
-    for index, (member, scale, inner, own) in enumerate(of_each):
-        member.form, member.squared = RowForm(scale, inner), own.sum(1)
+    forms = zip(*(torch.split(each, sizes) for each in form), strict=True)
+    for index, (member, own, of_it) in enumerate(zip(members, forms, torch.split(squares, sizes, 1), strict=True)):
+        member.form, member.squared = RowForm(*own), of_it.sum(1)
         member.tell(verdict, index)
-        del member.q, member.products
-
-
-def pulled(qs: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of the weights for one gradient of each q, zeros where there is none."""
-    with OWN_GRADIENTS.taken(), no_autocast(qs[0].device.type):
-        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        return torch.autograd.grad(qs, weights, gradients, **options)
+        del member.q
 
 
 _unknown: WeakKeyDictionary[Any, Unknown] = WeakKeyDictionary()

@@ -127,10 +127,24 @@ def test_launches_are_announced() -> None:
 
 
 class StandardisedConv(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, *sizes: int, gain: bool = False) -> None:
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5) if gain else 1.0
+
+    def derived(self) -> Tensor:
         flat = self.weight.flatten(1)
         flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
-        return F.conv2d(x, flat.view_as(self.weight), self.bias, self.stride, self.padding)
+        return self.gain * flat.view_as(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.derived(), self.bias, self.stride, self.padding)
+
+
+class RolledGain(StandardisedConv):
+    """The gain of one channel multiplies the next: its derivative is not one of rows."""
+
+    def derived(self) -> Tensor:
+        return self.gain.roll(1, 0) * self.weight
 
 
 @pytest.fixture
@@ -162,10 +176,23 @@ def test_an_engine_that_uses_the_kernels_is_exact(
 @pytest.mark.usefixtures("engines_use_kernels")
 @pytest.mark.parametrize("path", ["direct", "keep"])
 def test_gradients_of_a_derived_weight_are_never_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(StandardisedConv(3, 8, 3, 2, 1), nn.ReLU(), StandardisedConv(8, 4, 3, 1, 1))
+    model = nn.Sequential(StandardisedConv(3, 8, 3, 2, 1), nn.ReLU(), StandardisedConv(8, 4, 3, 1, 1, gain=True))
     monkeypatch.setattr(Derived, "materialise", None)
+    monkeypatch.setattr(layer.Patches, "materialise", None)
     for clipping in CLIPPING:
         assert_exact(model, {"x": torch.randn(5, 3, 6, 5)}, sine_losses, path=path, clipping=clipping)
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+def test_a_derived_weight_that_is_used_twice() -> None:
+    layer = StandardisedConv(4, 4, 3, 1, 1, gain=True)
+    assert_exact(nn.Sequential(layer, nn.Tanh(), layer), {"x": torch.randn(5, 4, 4, 5)}, sine_losses)
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+def test_a_gain_of_another_derivative_is_exact_too() -> None:
+    model = nn.Sequential(RolledGain(4, 4, 3, 1, 1, gain=True), nn.Tanh())
+    assert_exact(model, {"x": torch.randn(5, 4, 4, 5)}, sine_losses)
 
 
 def test_what_is_not_served(backend: str) -> None:
