@@ -196,21 +196,29 @@ class ReadsItself(nn.Linear):
         return 2 * y if y.sum() > 0 else y
 
 
-def unbuildable():
-    raise RuntimeError("no weights here")
+def workload_with(model, batch_size):
+    return dpscope.Workload(
+        model=model,
+        batch=lambda seed, device: torch.randn(batch_size, 4, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def reading_workload(batch_size):
+    return workload_with(lambda: ReadsItself(4, 4), batch_size)
+
+
+def unbuildable_workload(batch_size):
+    def build():
+        raise RuntimeError("no weights here")
+
+    return workload_with(build, batch_size)
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [(lambda: ReadsItself(4, 4), "reads the value of a tensor"), (unbuildable, "no weights here")]
+    ("workload", "says"), [(reading_workload, "reads the value of a tensor"), (unbuildable_workload, "no weights here")]
 )
-def test_a_model_that_cannot_be_followed_is_refused_in_a_sentence(model, says):
-    def workload(batch_size):
-        return dpscope.Workload(
-            model=model,
-            batch=lambda seed, device: torch.randn(batch_size, 4, device=device),
-            loss=lambda model, batch: model(batch).sum(1),
-        )
-
+def test_a_model_that_cannot_be_followed_is_refused_in_a_sentence(workload, says):
     with pytest.raises(UserError, match=says):
         plan(workload, card="t4", methods=["standard", "flash"])
 
