@@ -83,7 +83,7 @@ class RememberedResults:
         empty = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
         if recipe.argument is not None:
             storage: Any = args[recipe.argument].untyped_storage()
-            empty.set_(storage, look.offset, look.shape, look.stride)  # type: ignore[call-overload]
+            empty.set_(storage, look.offset, look.shape, look.stride)
         if look.device not in self._states:  # of the first tensor on the device, as torch makes it
             self._states[look.device] = vars(FakeTensor(self._mode, empty, look.device)).copy()
         options: Any = {"device_for_backend_keys": look.device}
@@ -107,7 +107,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
             raise _Unusual
-        return _Look(value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        return _Look(value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.fake_device)
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
