@@ -7,12 +7,13 @@ H200; times on other cards are scaled from their data sheets, and say so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.units import GIB, MIB
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Card:
     """A GPU. `memory_gib`: what torch reports as its total memory; rates in units a second."""
 
@@ -49,60 +50,25 @@ class Card:
         return 2 * each + MIB
 
 
-def _card(name: str, title: str, gib: float, capability: tuple[int, int], sms: int, *rates: float, source: str) -> Card:
-    half, tf32, fp32, bandwidth = (rate * 1e12 for rate in rates)
-    return Card(
-        name=name,
-        title=title,
-        memory_gib=gib,
-        capability=capability,
-        multiprocessors=sms,
-        half_flops=half,
-        tf32_flops=tf32,
-        fp32_flops=fp32,
-        bytes_per_second=bandwidth,
-        source=source,
-        measured=name == "h200",
-    )
-
-
 _AMPERE = "NVIDIA A100 data sheet (2021)"
 _HOPPER = "NVIDIA H100 data sheet (2023), SXM5"
-# name, title, GiB, capability, multiprocessors, TFLOP/s of half, TF32, float32 products, TB/s
-CARDS = {
-    card.name: card
-    for card in (
-        _card("t4", "NVIDIA T4", 14.6, (7, 5), 40, 65, 8.1, 8.1, 0.32, source="NVIDIA T4 data sheet (2019)"),
-        _card(
-            "v100-16gb", "V100 16 GB", 15.8, (7, 0), 80, 125, 15.7, 15.7, 0.9, source="NVIDIA V100 data sheet (2020)"
-        ),
-        _card(
-            "v100-32gb", "V100 32 GB", 31.7, (7, 0), 80, 125, 15.7, 15.7, 0.9, source="NVIDIA V100 data sheet (2020)"
-        ),
-        _card("a10", "NVIDIA A10", 22.5, (8, 6), 72, 125, 62.5, 31.2, 0.6, source="NVIDIA A10 data sheet (2021)"),
-        _card(
-            "rtx4090",
-            "GeForce RTX 4090",
-            23.5,
-            (8, 9),
-            128,
-            165,
-            82.6,
-            82.6,
-            1.008,
-            source="NVIDIA Ada whitepaper (2022)",
-        ),
-        _card("l4", "NVIDIA L4", 22.0, (8, 9), 58, 121, 60, 30.3, 0.3, source="NVIDIA L4 data sheet (2023)"),
-        _card("l40s", "NVIDIA L40S", 44.4, (8, 9), 142, 362, 183, 91.6, 0.864, source="NVIDIA L40S data sheet (2023)"),
-        _card("a100-40gb", "A100 40 GB", 39.4, (8, 0), 108, 312, 156, 19.5, 1.555, source=_AMPERE),
-        _card("a100-80gb", "A100 80 GB", 79.2, (8, 0), 108, 312, 156, 19.5, 2.039, source=_AMPERE),
-        _card("h100-80gb", "H100 80 GB", 79.1, (9, 0), 132, 989, 494, 67, 3.35, source=_HOPPER),
-        _card("h200", "H200 141 GB", 139.8, (9, 0), 132, 989, 494, 67, 4.8, source="NVIDIA H200 data sheet (2024)"),
-        _card(
-            "b200", "B200 180 GB", 178.4, (10, 0), 148, 2250, 1100, 75, 7.7, source="NVIDIA DGX B200 data sheet (2024)"
-        ),
-    )
-}
+_VOLTA = "NVIDIA V100 data sheet (2020)"
+# name, title, GiB, capability, multiprocessors, TFLOP/s of half, TF32, float32 products, TB/s, source, measured
+_TABLE: tuple[Any, ...] = (
+    ("t4", "NVIDIA T4", 14.6, (7, 5), 40, 65, 8.1, 8.1, 0.32, "NVIDIA T4 data sheet (2019)"),
+    ("v100-16gb", "V100 16 GB", 15.8, (7, 0), 80, 125, 15.7, 15.7, 0.9, _VOLTA),
+    ("v100-32gb", "V100 32 GB", 31.7, (7, 0), 80, 125, 15.7, 15.7, 0.9, _VOLTA),
+    ("a10", "NVIDIA A10", 22.5, (8, 6), 72, 125, 62.5, 31.2, 0.6, "NVIDIA A10 data sheet (2021)"),
+    ("rtx4090", "GeForce RTX 4090", 23.5, (8, 9), 128, 165, 82.6, 82.6, 1.008, "NVIDIA Ada whitepaper (2022)"),
+    ("l4", "NVIDIA L4", 22.0, (8, 9), 58, 121, 60, 30.3, 0.3, "NVIDIA L4 data sheet (2023)"),
+    ("l40s", "NVIDIA L40S", 44.4, (8, 9), 142, 362, 183, 91.6, 0.864, "NVIDIA L40S data sheet (2023)"),
+    ("a100-40gb", "A100 40 GB", 39.4, (8, 0), 108, 312, 156, 19.5, 1.555, _AMPERE),
+    ("a100-80gb", "A100 80 GB", 79.2, (8, 0), 108, 312, 156, 19.5, 2.039, _AMPERE),
+    ("h100-80gb", "H100 80 GB", 79.1, (9, 0), 132, 989, 494, 67, 3.35, _HOPPER),
+    ("h200", "H200 141 GB", 139.8, (9, 0), 132, 989, 494, 67, 4.8, "NVIDIA H200 data sheet (2024)", True),
+    ("b200", "B200 180 GB", 178.4, (10, 0), 148, 2250, 1100, 75, 7.7, "NVIDIA DGX B200 data sheet (2024)"),
+)
+CARDS = {row[0]: Card(*row[:5], *(1e12 * rate for rate in row[5:9]), *row[9:]) for row in _TABLE}
 
 
 def find_card(name: str) -> Card:

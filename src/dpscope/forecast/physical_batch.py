@@ -141,7 +141,9 @@ def _cuda_memory(batch: Any) -> DeviceMemory:
 
     def limit() -> int:
         give_back()
-        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+        free, total = torch.cuda.mem_get_info(device)
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)  # torch 2.8
+        return int(min(free + torch.cuda.memory_reserved(device), share * total))
 
     return DeviceMemory(
         limit,

@@ -31,7 +31,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
 
-LEAST_STEPS, MOST_STEPS = 5, 20
+LEAST_TIMED, MOST_TIMED = 5, 20  # steps
 ENOUGH = 1.0  # seconds of steps
 WAITING = 1.2  # step time over the GPU's busy time from which on the GPU waits for the host
 Say = Callable[[str], None]
@@ -71,8 +71,8 @@ def _seconds(step: Callable[[], object]) -> float:
     clock = CudaClock()
     begin = time.perf_counter()
     clock.mark()
-    for done in range(MOST_STEPS):
-        if done >= LEAST_STEPS and time.perf_counter() - begin > ENOUGH:
+    for done in range(MOST_TIMED):
+        if done >= LEAST_TIMED and time.perf_counter() - begin > ENOUGH:
             break
         step()
         clock.mark()

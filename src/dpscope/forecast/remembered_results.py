@@ -22,16 +22,29 @@ class _Unusual(Exception):
     """A call that is not remembered."""
 
 
-class _Made(NamedTuple):
-    """A tensor that an operator returns: an argument's, if `argument` is one, else of a storage of its own."""
+class _Look(NamedTuple):
+    """Description of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a storage that holds such a tensor and nothing else."""
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (1 + reach) * self.dtype.itemsize
+
+
+class _Recipe(NamedTuple):
+    """A result: `same` as an argument, a view of one (`argument`), a tensor of its own, or a plain value."""
+
+    look: _Look | None = None
     argument: int | None = None
-    is_argument: bool = False
+    same: bool = False
+    value: Any = None
 
 
 class RememberedResults:
@@ -40,67 +53,48 @@ class RememberedResults:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._states: dict[torch.device, dict[str, Any]] = {}
-        self._known: dict[Any, tuple[type, list[Any]] | None] = {}
+        self._recipes: dict[Any, tuple[type, list[_Recipe]] | None] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Return the result of a call: made anew if it is known, else computed."""
         key = key_of(func, args, kwargs)
-        entry = None if key is None else self._known.get(key)
-        if entry is not None:
-            kind, parts = entry
-            made = [self._make(part, args) for part in parts]
-            return made[0] if kind is FakeTensor else kind(made)
+        if key is None:
+            return compute(args, kwargs)
+        if (known := self._recipes.get(key)) is not None:
+            kind, recipes = known
+            made = [self._make(recipe, args) for recipe in recipes]
+            return kind(made) if kind in (list, tuple) else made[0]
         result = compute(args, kwargs)
-        if key is not None:
-            self._remember(key, args, result)
+        if key not in self._recipes:
+            kind = type(result)
+            try:
+                recipes = [_recipe(each, key, args) for each in (result if kind in (list, tuple) else [result])]
+                self._recipes[key] = kind, recipes
+            except _Unusual:
+                self._recipes[key] = None
         return result
 
-    def _make(self, part: Any, args: tuple[Any, ...]) -> Any:
-        if not isinstance(part, _Made):
-            return part
-        if part.is_argument:
-            return args[part.argument or 0]
-        empty = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
-        if part.argument is not None:
-            storage: Any = args[part.argument].untyped_storage()
-            empty.set_(storage, part.offset, part.shape, part.stride)  # type: ignore[call-overload]
-        return self._fake(empty, part.device)
-
-    def _fake(self, empty: Tensor, device: torch.device) -> Tensor:
-        """Return a fake tensor with the state of the first one on the device, as torch makes it."""
-        if device not in self._states:
-            self._states[device] = vars(FakeTensor(self._mode, empty, device)).copy()
-        fake: Tensor = Tensor._make_subclass(FakeTensor, empty, False, device_for_backend_keys=device)  # type: ignore[call-arg]
-        vars(fake).update(self._states[device])
+    def _make(self, recipe: _Recipe, args: tuple[Any, ...]) -> Any:
+        look = recipe.look
+        if look is None:
+            return recipe.value
+        if recipe.argument is not None and recipe.same:
+            return args[recipe.argument]
+        empty = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
+        if recipe.argument is not None:
+            storage: Any = args[recipe.argument].untyped_storage()
+            empty.set_(storage, look.offset, look.shape, look.stride)
+        if look.device not in self._states:  # of the first tensor on the device, as torch makes it
+            self._states[look.device] = vars(FakeTensor(self._mode, empty, look.device)).copy()
+        options: Any = {"device_for_backend_keys": look.device}
+        fake: Tensor = Tensor._make_subclass(FakeTensor, empty, False, **options)
+        vars(fake).update(self._states[look.device])
         return fake
-
-    def _remember(self, key: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note the result of a call, unless it is unusual."""
-        if key in self._known or key[0]._schema.name in _CHANGES_TENSORS:
-            return
-        kind = type(result)
-        try:
-            if result is None or kind is FakeTensor:
-                parts = [_made(result, key[2], args)]
-            elif kind in (list, tuple):
-                parts = [_made(each, key[2], args) for each in result]
-                own = [each for each, part in zip(result, parts, strict=True) if _has_storage(part)]
-                if len({each.untyped_storage()._cdata for each in own}) < len(own):
-                    raise _Unusual
-            else:
-                raise _Unusual
-            self._known[key] = FakeTensor if result is None else kind, parts
-        except _Unusual:
-            self._known[key] = None
-
-
-def _has_storage(part: Any) -> bool:
-    return isinstance(part, _Made) and part.argument is None
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a call on fake tensors is remembered by; None if it is unusual."""
-    if any(isinstance(value, FakeTensor) for value in kwargs.values()):
+    if func._schema.name in _CHANGES_TENSORS or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     try:
         named = tuple((name, _describe(value)) for name, value in kwargs.items())
@@ -113,7 +107,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
             raise _Unusual
-        return value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device
+        return _Look(value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.fake_device)
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -122,29 +116,25 @@ def _describe(value: Any) -> Any:
     raise _Unusual
 
 
-def _made(result: Any, described: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """Return how a result is made again; `described`: the arguments as they were before the call."""
+def _recipe(result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
     if type(result) in _PLAIN:
-        return result
-    looks = _describe(result)
-    if result.requires_grad:
+        return _Recipe(value=result)
+    look = _describe(result)
+    if not isinstance(look, _Look) or result.requires_grad:
         raise _Unusual
-    for place, argument in enumerate(args):
-        if result is argument:
-            if looks != described[place]:
-                raise _Unusual
-            return _Made(*looks, place, True)
     storage = result.untyped_storage()
     for place, argument in enumerate(args):
-        if isinstance(argument, FakeTensor):
-            if argument.untyped_storage()._cdata == storage._cdata:
-                return _Made(*looks, place)
-        elif isinstance(argument, list | tuple) and any(isinstance(each, FakeTensor) for each in argument):
-            others = (each.untyped_storage()._cdata for each in argument if isinstance(each, FakeTensor))
-            if storage._cdata in others:
+        if isinstance(argument, FakeTensor) and argument.untyped_storage()._cdata == storage._cdata:
+            same = result is argument
+            if same and look != key[2][place]:
                 raise _Unusual
-    dtype, shape, stride, offset, _ = looks
-    extent = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if offset or storage.nbytes() != extent * dtype.itemsize:
+            return _Recipe(look, place, same)
+    if look.offset or storage.nbytes() != look.nbytes or _is_within(storage, args):
         raise _Unusual
-    return _Made(*looks)
+    return _Recipe(look)
+
+
+def _is_within(storage: torch.UntypedStorage, args: tuple[Any, ...]) -> bool:
+    """Tell if a storage is that of a tensor in a list of tensors."""
+    several = (each for argument in args if isinstance(argument, list | tuple) for each in argument)
+    return any(isinstance(each, Tensor) and each.untyped_storage()._cdata == storage._cdata for each in several)

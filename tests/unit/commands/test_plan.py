@@ -3,17 +3,106 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
+from typing_extensions import NotRequired, TypedDict
 
+import dpscope
 from dpscope.cli import main
+from dpscope.errors import UserError
 from dpscope.forecast.cards import CARDS, Card
 from dpscope.forecast.fitting import largest_batch
 from dpscope.forecast.plan import plan
+from dpscope.forecast.probe import Probe
 from dpscope.forecast.step import forecast_step
+from dpscope.results.validation import find_mismatch
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
+
+
+class CardDocument(TypedDict):
+    name: str
+    title: str
+    memory_gib: float
+    usable_bytes: int
+    limit_bytes: int
+    margin: float
+    measured: bool
+    source: str
+
+
+class StepDocument(TypedDict):
+    peak_bytes: int
+    reserved_bytes: int
+    components: dict[str, int]
+    seconds: float
+    gpu_seconds: float
+    host_seconds: float
+    sending_seconds: float
+    families: dict[str, list[float]]
+    operators: int
+    kernels: int
+
+
+class PrivacyDocument(TypedDict):
+    samples: int
+    logical_batch: int
+    sample_rate: float
+    expected_batch: int
+    steps: int
+    epochs: float
+    noise_multiplier: float
+    delta: float
+    epsilon: dict[str, float]
+    accountant: str
+    notes: list[str]
+
+
+class MethodDocument(TypedDict):
+    method: str
+    batch_size: int
+    logical_batch: int
+    refused: NotRequired[str]
+    largest_batch: NotRequired[int]
+    peaks: NotRequired[dict[str, int]]
+    needs_bytes: NotRequired[int]
+    needs_batch: NotRequired[int]
+    accumulation: NotRequired[int]
+    step: NotRequired[StepDocument]
+    limited_by: NotRequired[str]
+    samples_per_second: NotRequired[float]
+    logical_seconds: NotRequired[float]
+    steps: NotRequired[int]
+    hours: NotRequired[float]
+    price: NotRequired[float]
+    privacy: NotRequired[PrivacyDocument]
+
+
+class EffectDocument(TypedDict):
+    method: str
+    what: str
+    peak_bytes: int
+    peak_ratio: float
+    time_ratio: float
+
+
+class PlanDocument(TypedDict):
+    how: Literal["predicted", "probed"]
+    workload: str
+    seq_len: int | None
+    dtype: str
+    card: CardDocument
+    wish: dict[str, Any]
+    methods: list[MethodDocument]
+    effects: list[EffectDocument]
+    remarks: list[str]
+    fits: bool
+
 
 STEP = ["--model", "tiny", "--num-layers", "1", "--seq-len", "32", "--methods", "flash", "--no-effects"]
 
@@ -30,7 +119,9 @@ def test_a_plan_says_what_fits_how_long_it_takes_and_how_private_it_is(tmp_path)
         *("--price-per-hour", "2.5", "--accountant", "rdp", "--json", str(out), "--html", str(page)),
     )
     assert ended.exit_code == 0, ended.output
-    (row,) = json.loads(out.read_text())["methods"]
+    document = json.loads(out.read_text())
+    assert find_mismatch(document, PlanDocument) is None
+    (row,) = document["methods"]
     assert row["batch_size"] == 64
     assert row["steps"] == 64  # ⌈2000 / 64⌉ batches, twice
     assert row["privacy"]["epsilon"]["rdp"] <= 8
@@ -85,3 +176,92 @@ def test_the_smallest_card_is_found():
     found = plan(make_config("tiny", num_layers=1), methods=["standard"], batch_size=2, seq_len=16, effects=False)
     assert found["card"]["name"] == "t4"
     assert "smallest card" in found["remarks"][0]
+
+
+def test_what_does_not_fit_and_what_would_change_are_in_the_document(monkeypatch):
+    wish = {"methods": ["flash"], "seq_len": 16, "card": "t4", "batch_size": 2}
+    config = make_config("tiny", num_layers=1)
+    planned = plan(config, **wish)
+    monkeypatch.setitem(CARDS, "t4", small(0.02))
+    too_large = plan(config, **wish)
+    for document in (planned, too_large):
+        assert find_mismatch(json.loads(json.dumps(document, allow_nan=False)), PlanDocument) is None
+    assert [effect["what"] for effect in planned["effects"]][:2] == ["twice the batch", "checkpointed blocks"]
+    assert not too_large["fits"]
+
+
+class ReadsItself(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return 2 * y if y.sum() > 0 else y
+
+
+def workload_with(model, batch_size):
+    return dpscope.Workload(
+        model=model,
+        batch=lambda seed, device: torch.randn(batch_size, 4, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def reading_workload(batch_size):
+    return workload_with(lambda: ReadsItself(4, 4), batch_size)
+
+
+def unbuildable_workload(batch_size):
+    def build():
+        raise RuntimeError("no weights here")
+
+    return workload_with(build, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("workload", "says"), [(reading_workload, "reads the value of a tensor"), (unbuildable_workload, "no weights here")]
+)
+def test_a_model_that_cannot_be_followed_is_refused_in_a_sentence(workload, says):
+    with pytest.raises(UserError, match=says):
+        plan(workload, card="t4", methods=["standard", "flash"])
+
+
+def measured_with(missed):
+    """Probes of a GPU whose steps take more memory than predicted, and three times as long."""
+
+    def probe(spec, batches, say):
+        steps = [forecast_step(replace(spec, batch_size=size), CARDS["t4"]) for size in batches]
+        return [
+            Probe(size, step.peak_bytes + missed, 3 * step.gpu_seconds, 3 * step.gpu_seconds)
+            for size, step in zip(batches, steps, strict=True)
+        ]
+
+    return probe
+
+
+def test_a_probed_plan_has_the_batch_for_which_the_gpu_has_room(monkeypatch):
+    monkeypatch.setitem(CARDS, "t4", small(0.15))
+    wish = {"methods": ["standard"], "seq_len": 64, "card": "t4", "logical_batch": 4096, "effects": False}
+    config = make_config("tiny", num_layers=1)
+    predicted, probed = (
+        plan(config, prober=prober, **wish)["methods"][0] for prober in (None, measured_with(32 * 2**20))
+    )
+    assert probed["largest_batch"] < 0.8 * predicted["largest_batch"]
+    assert probed["step"]["peak_bytes"] <= small(0.15).usable_bytes
+    assert sum(probed["step"]["components"].values()) == probed["step"]["peak_bytes"]
+    assert probed["step"]["seconds"] == pytest.approx(3 * forecast_step_of(config, probed["batch_size"]).gpu_seconds)
+
+
+def forecast_step_of(config, batch):
+    spec = RunSpec(workload=config, method="standard", batch_size=batch, seq_len=64, device="cuda")
+    return forecast_step(spec, CARDS["t4"])
+
+
+def test_a_compiled_step_is_said_to_be_predicted_as_an_eager_one():
+    compiled = {"settings": {"compile": "default"}, "methods": ["standard"], "seq_len": 16, "effects": False}
+    config = make_config("tiny", num_layers=1)
+    assert "eager step" in " ".join(plan(config, card="h200", batch_size=2, **compiled)["remarks"])
+    measured = plan(config, card="h200", batch_size=2, prober=measured_with(0), **compiled)
+    assert "eager step" not in " ".join(measured["remarks"])
+
+
+def test_probes_of_several_gpus_are_refused():
+    with pytest.raises(UserError, match="--probe measures on one GPU"):
+        plan("tiny", card="h200", prober=measured_with(0), settings={"gpus": 2})

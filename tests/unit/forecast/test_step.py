@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -207,3 +208,27 @@ def test_a_model_that_is_too_large_for_one_card_fits_in_shards():
 def test_an_unknown_card_is_refused_with_the_names_there_are():
     with pytest.raises(UserError, match=r"unknown card 'h300'.*h100-80gb"):
         find_card("h300")
+
+
+def test_ddp_takes_what_real_processes_take_for_their_buckets():
+    def real(wrap):
+        """Peak of the CPU's allocator, C++ included, over steps of a model."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+            workload = mlp_workload()
+            model = workload.model()
+            wrapped, optimizer = wrap(model), torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                optimizer.zero_grad(set_to_none=True)
+                workload.loss(wrapped, workload.batch(0, torch.device("cpu"))).mean().backward()
+                optimizer.step()
+        changes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return max(accumulate(changes))
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        buckets = real(nn.parallel.DistributedDataParallel) - real(lambda model: model)
+    finally:
+        torch.distributed.destroy_process_group()
+    row = RunSpec(workload=workload_of(mlp_workload), method="standard", batch_size=4, device="cuda")
+    alone, ranked = (forecast_step(replace(row, gpus=gpus), H200).peak_bytes for gpus in (1, 2))
+    assert ranked - alone == pytest.approx(buckets, abs=512)
