@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from dpscope.batches import tensors_of
+from dpscope.errors import UserError
 from dpscope.flash.padding.loader import PaddingSampler
 from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
 
@@ -90,6 +92,24 @@ class DrawCollate:
 
     def __call__(self, parts: Sequence[Any]) -> StepDraw:
         return StepDraw(self.collate(samples) for samples in parts)
+
+
+class OneRowEach:
+    """The user's collate function; it raises UserError for a batch without a row for each sample."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        batch = self.collate(samples)
+        rows = {len(tensor) for tensor in tensors_of(batch) if tensor.dim()}
+        if rows and len(samples) not in rows:
+            raise UserError(
+                f"the data collator makes {' or '.join(map(str, sorted(rows)))} rows of {len(samples)} samples, and "
+                "what shares a row is clipped as one: use a collator that gives each sample a row of its own (no "
+                "packing, no flattening)"
+            )
+        return batch
 
 
 class DrawLoader(DataLoader[Any]):
