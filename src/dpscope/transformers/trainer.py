@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
-from dpscope.transformers.draws import DrawLoader, OneRowEach, StepDraw, loader_of_draws, new_seed
+from dpscope.transformers.draws import DrawLoader, StepDraw, collate_rows, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
 from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
 
@@ -82,7 +83,6 @@ class PrivateTrainerMixin(_Host):
         self._first_step: FirstStep | None = None
         self._losses: list[Tensor] = []  # of the draw's samples
         self._norms: list[Tensor] = []  # of samples since the last log
-        self._flos = 0.0
         self._trainings = 0
         self.add_callback(PrivacyCallback(self))
 
@@ -145,7 +145,7 @@ class PrivateTrainerMixin(_Host):
         return DataLoader(
             dataset,
             batch_size=self.logical_batch_size,
-            collate_fn=OneRowEach(collate),
+            collate_fn=partial(collate_rows, collate),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
@@ -259,8 +259,6 @@ class PrivateTrainerMixin(_Host):
             )
         self._begin_draw(model, optimizer)
         for number, batch in enumerate(inputs, 1):
-            self._flos += self._operations(batch)
-            super()._track_num_input_tokens(batch)
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(batch))
             self.accelerator.backward(loss)
@@ -286,7 +284,7 @@ class PrivateTrainerMixin(_Host):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
-        self._losses, self._flos = [], 0.0
+        self._losses = []
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -340,21 +338,18 @@ class PrivateTrainerMixin(_Host):
         return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return the operations of a whole draw, counted while it ran."""
-        return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
-
-    def _operations(self, batch: Any) -> float:
-        """Return what `floating_point_ops` would; it counts all parameters of the model each time."""
-        main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
-        if main is None or not main.numel():
-            return 0.0
-        if self._operations_each is None:
-            self._operations_each = float(super().floating_point_ops(batch)) / main.numel()
-        return self._operations_each * float(main.numel())
+        """Return the operations of a draw. The Trainer counts the parameters each time; here it is once."""
+        if not isinstance(inputs, StepDraw):
+            return super().floating_point_ops(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        mains = [(batch, batch[name].numel()) for batch in inputs if name in batch and batch[name].numel()]
+        if mains and self._operations_each is None:
+            self._operations_each = float(super().floating_point_ops(mains[0][0])) / mains[0][1]
+        return sum(elements for _, elements in mains) * (self._operations_each or 0.0)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if not isinstance(inputs, StepDraw):
-            super()._track_num_input_tokens(inputs)
+        for batch in inputs if isinstance(inputs, StepDraw) else [inputs]:
+            super()._track_num_input_tokens(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave gradients alone: each sample's was clipped."""

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
-from dpscope.transformers.draws import OneRowEach, loader_of_draws
+from dpscope.transformers.draws import collate_rows, loader_of_draws
 from tests.unit.transformers.small_training import LOGICAL, PHYSICAL, SAMPLES, Counting, collate, small_llama
 
 
@@ -80,4 +80,4 @@ def test_an_empty_draw_has_no_batches():
 def test_samples_that_share_a_row_are_refused():
     samples = [{"input_ids": row.tolist()} for row in Counting(4).rows]
     with pytest.raises(UserError, match="the data collator makes 1 rows of 4 samples"):
-        OneRowEach(DataCollatorWithFlattening())(samples)
+        collate_rows(DataCollatorWithFlattening(), samples)
