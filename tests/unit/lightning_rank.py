@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.unit.test_lightning import Classifier, loader, private, trainer
+from tests.unit.lightning_fit import Classifier, loader, private, trainer
 
 
 def main(folder: str) -> None:

@@ -9,50 +9,16 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
 from tests import ROOT
-from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
+from tests.unit.flash.private_training import make_loader, make_model, sgd
 
-lightning = pytest.importorskip("lightning.pytorch")
-PrivateTraining = pytest.importorskip("dpscope.lightning").PrivateTraining
+pytest.importorskip("lightning.pytorch")
 
-
-class Classifier(lightning.LightningModule):
-    def __init__(self, optimizers: int = 1) -> None:
-        super().__init__()
-        self.net = make_model()
-        self.count = optimizers
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, index):
-        x, y = batch
-        return F.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self):
-        optimizers = [sgd(self.net) for _ in range(self.count)]
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
-        return optimizers, schedulers
-
-
-def trainer(folder, **changed):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    settings = {"default_root_dir": str(folder), "max_epochs": 2, "enable_checkpointing": False, **quiet}
-    return lightning.Trainer(**{**settings, **changed})
-
-
-def private(seed=1, **changed):
-    noise = {"noise_multiplier": 1.0} if "target_epsilon" not in changed else {}
-    generator = torch.Generator().manual_seed(seed)
-    return PrivateTraining(max_grad_norm=0.5, target_delta=1e-5, noise_generator=generator, **noise, **changed)
-
-
-def loader():
-    return DataLoader(make_data(), batch_size=16, generator=torch.Generator().manual_seed(3))
+from dpscope.lightning import PrivateTraining
+from tests.unit.lightning_fit import Classifier, loader, private, trainer
 
 
 def test_steps_are_those_of_a_plain_private_loop(tmp_path):

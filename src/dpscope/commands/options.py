@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,13 +68,25 @@ def json_option(function: F) -> F:
         "--json",
         "json_file",
         type=click.Path(path_type=Path, dir_okay=False),
-        callback=_require_folder,
-        help="Write everything here, for scripts; docs/schemas describes it.",
+        callback=_json_file,
+        help="Write everything here, for scripts; docs/schemas describes it. - is standard output.",
     )
     return decorate(function)
 
 
-def _require_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+STANDARD_OUTPUT = Path("-")
+
+
+def _json_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written. Beside JSON on standard output, text for people goes to standard error."""
+    if path == STANDARD_OUTPUT:
+        context.meta[__name__] = sys.stdout
+        context.with_resource(redirect_stdout(sys.stderr))
+        return path
+    return require_folder(path)
+
+
+def require_folder(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before minutes are spent."""
     if path is not None:
         if not path.parent.is_dir():
@@ -82,6 +96,9 @@ def _require_folder(context: click.Context, option: click.Parameter, path: Path 
 
 
 def write_json(path: Path, text: str) -> None:
+    if path == STANDARD_OUTPUT:
+        click.get_current_context().meta[__name__].write(text)
+        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,17 @@ import click
 
 from dpscope.commands.check import _their_mistakes
 from dpscope.commands.console import make_console, name_files
-from dpscope.commands.options import CommaList, setting_option, workload_from, workload_options, write_json
+from dpscope.commands.options import (
+    CommaList,
+    json_option,
+    require_folder,
+    setting_option,
+    workload_from,
+    workload_options,
+    write_json,
+)
 from dpscope.endings import leave
-from dpscope.errors import UserError
+from dpscope.plain_text import as_json
 from dpscope.runner.planning import DEFAULT_METHODS
 
 # Settings of a step that a plan heeds.
@@ -45,7 +52,7 @@ ONE = {"compile": str, "gpus": int}  # of settings that sweeps take several of
 )
 @click.option("--probe", "probing", is_flag=True, help="Measure short steps on this machine's GPU, and extrapolate.")
 @click.option("--effects/--no-effects", default=True, show_default=True, help="Find out what would change most.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here.")
+@json_option
 @click.option(
     "--html", "page_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as a page here."
 )
@@ -70,9 +77,7 @@ def command(
     """
     config = workload_from(options)
     settings = {name: options.pop(name) for name in PLANNED_SETTINGS}
-    for file in (json_file, page_file):
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
+    require_folder(page_file)
     from dpscope.forecast.plan import plan
     from dpscope.reports.plan_text import describe_plan, plan_page
 
@@ -105,7 +110,7 @@ def command(
     console.print(describe_plan(found), highlight=False, markup=False, soft_wrap=True)
     written = []
     if json_file is not None:
-        write_json(json_file, json.dumps(found, indent=1, allow_nan=False))
+        write_json(json_file, as_json({"document": "dpscope.plan", "version": 1, **found}))
         written.append(json_file)
     if page_file is not None:
         write_json(page_file, plan_page(found))

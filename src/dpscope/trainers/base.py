@@ -111,11 +111,20 @@ class TrainerBase(ABC):
         """Take one optimizer step from those gradients."""
 
     def accumulate(self) -> None:
-        """Keep those gradients for the step: another batch of the same logical batch follows."""
-        raise UserError(
-            f"{type(self).__name__} takes a step after every batch: override its method accumulate(), or leave out "
-            "--accumulate"
-        )
+        """Keep those gradients for the step: another batch of the same logical batch follows.
+
+        An optimizer with Opacus's `signal_skip_step` clips and sums the batch without a step, as `BatchMemoryManager`
+        makes loops do.
+        """
+        skip = getattr(self.optimizer, "signal_skip_step", None)
+        if skip is None:
+            raise UserError(
+                f"{type(self).__name__} takes a step after every batch: override its method accumulate(), or leave out "
+                "--accumulate"
+            )
+        skip(do_skip=True)
+        self.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def holdings(self) -> Iterator[Holding]:
         """Yield what is held now, as (component, path of the module it belongs to, tensor)."""

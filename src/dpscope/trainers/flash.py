@@ -14,7 +14,6 @@ from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
-from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
@@ -119,6 +118,3 @@ class DPFlashClippingTrainer(StandardTrainer):
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):
             losses.mean().backward()  # type: ignore[no-untyped-call]
-
-    def accumulate(self) -> None:
-        keep_clipped_sums(self)

@@ -17,7 +17,6 @@ from dpscope.batches import tensors_of
 from dpscope.errors import UserError
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.opacus_ranks import require_spreadable, spread
 from dpscope.trainers.opacus_refusals import CHECKPOINTED, NOT_COMPILED, CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
@@ -132,9 +131,6 @@ class _OpacusTrainer(TrainerBase):
                 if hasattr(self.optimizer, "reduce_gradients"):
                     self.optimizer.reduce_gradients()
                 self.optimizer.original_optimizer.step()
-
-    def accumulate(self) -> None:
-        keep_clipped_sums(self)
 
 
 class DPSGDTrainer(_OpacusTrainer):

@@ -126,6 +126,8 @@ REFUSED_SETTINGS = {
     "loss_type": "this loss is not one of each sample by itself: use loss_type='nll', or override sample_losses",
     "auto_find_batch_size": "it would start training anew after steps that already spent privacy: choose "
     "per_device_train_batch_size (it changes only memory, not the result)",
+    "accelerator_config": "num_steps of gradient_accumulation_kwargs would add up whole draws: use "
+    "gradient_accumulation_steps, which makes draws larger",
     "deepspeed": "DeepSpeed reduces gradients before they can be clipped: use DDP or FSDP2 with torchrun",
     "parallelism_config": "tensor, context and sequence parallelism split samples: use DDP or FSDP2 with torchrun",
     "fsdp": "FSDP1 flattens parameters of several layers into one: use fsdp_config={'version': 2}",
@@ -145,12 +147,20 @@ REFUSED_SETTINGS = {
     "activation_offloading": "activations that are moved away cannot be measured for clipping: use "
     "gradient_checkpointing=True",
 }
+
+
+def _accumulates(config: Any) -> bool:
+    options = getattr(config, "gradient_accumulation_kwargs", None) or {}
+    return int(options.get("num_steps") or 1) > 1
+
+
 # When a setting is on, where that is more than a value that is true.
 _IS_ON: dict[str, Callable[[Any], Any]] = {
     "group_by_length": lambda args: (
         getattr(args, "group_by_length", False)
         or _names(getattr(args, "train_sampling_strategy", "random")) != "random"
     ),
+    "accelerator_config": lambda args: _accumulates(getattr(args, "accelerator_config", None)),
     "loss_type": lambda args: getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll"),
     "fsdp": lambda args: args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2,
     "optim": lambda args: any(word in _names(args.optim) for word in ("lomo", "layerwise", "apollo", "galore")),

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from dpscope.batches import tensors_of
+from dpscope.errors import UserError
 from dpscope.flash.padding.loader import PaddingSampler
 from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
 
@@ -82,14 +85,22 @@ class DrawDataset(WrappedDataset):
         return [self.samples_at(part) if read is None or not part else read(part) for part in parts]
 
 
-class DrawCollate:
-    """The user's collate function, applied to each physical batch."""
+def collate_draw(collate: Callable[[Any], Any], parts: Sequence[Any]) -> StepDraw:
+    """Apply the user's collate function to each physical batch."""
+    return StepDraw(collate(samples) for samples in parts)
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
 
-    def __call__(self, parts: Sequence[Any]) -> StepDraw:
-        return StepDraw(self.collate(samples) for samples in parts)
+def collate_rows(collate: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
+    """Apply the user's collate function; raise UserError unless there is a row for each sample."""
+    batch = collate(samples)
+    rows = {len(tensor) for tensor in tensors_of(batch) if tensor.dim()}
+    if rows and len(samples) not in rows:
+        raise UserError(
+            f"the data collator makes {' or '.join(map(str, sorted(rows)))} rows of {len(samples)} samples, and what "
+            "shares a row is clipped as one: use a collator that gives each sample a row of its own (no packing, no "
+            "flattening)"
+        )
+    return batch
 
 
 class DrawLoader(DataLoader[Any]):
@@ -105,4 +116,6 @@ def loader_of_draws(loader: DataLoader[Any], *, size: int, seed: int | None = No
     """Return a loader of whole draws, made of the private loader that make_private gave."""
     assert loader.generator is not None
     sampler = DrawSampler(loader.batch_sampler, size, loader.generator, seed)
-    return derive_loader(DrawLoader, loader, DrawDataset(loader.dataset), sampler, DrawCollate(loader.collate_fn))
+    return derive_loader(
+        DrawLoader, loader, DrawDataset(loader.dataset), sampler, partial(collate_draw, loader.collate_fn)
+    )

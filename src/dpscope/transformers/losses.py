@@ -37,10 +37,10 @@ def takes_cache(kind: Any) -> bool:
 
 def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return one loss for each sample, (B,): what the model's own loss would be for a batch of that sample alone."""
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
     inner = task_model(model)
     if not isinstance(logits, Tensor):
-        _refuse(inner, "it gives several logits")
+        _refuse(inner, "it gives no logits, or several")
     if logits.dim() == 3 and labels.dim() == 2 and not labels.is_floating_point():
         return _token_losses(logits, labels, shifts=_shifts(inner), smoothing=smoothing)
     if logits.dim() != 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
-from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
+from dpscope.transformers.draws import DrawLoader, StepDraw, collate_rows, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
 from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
+_OWN_LOSSES = "override sample_losses(model, inputs), and return one loss for each sample"
 _Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
@@ -66,9 +68,9 @@ class PrivateTrainerMixin(_Host):
             )
         if type(self).compute_loss is not PrivateTrainerMixin.compute_loss:
             raise UserError(
-                f"{type(self).__name__} overrides compute_loss, whose mean over the batch mixes samples: override "
-                "sample_losses(model, inputs) instead, and return one loss for each sample"
+                f"{type(self).__name__} overrides compute_loss, whose mean over the batch mixes samples: {_OWN_LOSSES}"
             )
+        self._refuse_other_losses()
         accumulated = 1
         if args is not None:
             refuse_settings(args)
@@ -85,6 +87,7 @@ class PrivateTrainerMixin(_Host):
             raise UserError(
                 "the optimizer is private already: give the trainer the ordinary one, and it is made private"
             )
+        self._refuse_model()
         self.physical_batch_size = self.args.per_device_train_batch_size
         self.logical_batch_size = self.privacy.logical_batch_size or (
             self.physical_batch_size * accumulated * self.args.world_size
@@ -94,9 +97,29 @@ class PrivateTrainerMixin(_Host):
         self._first_step: FirstStep | None = None
         self._losses: list[Tensor] = []  # of the draw's samples
         self._norms: list[Tensor] = []  # of samples since the last log
-        self._flos = 0.0
         self._trainings = 0
         self.add_callback(PrivacyCallback(self))
+
+    def _refuse_other_losses(self) -> None:
+        """Raise UserError beside a Trainer whose loss is not one of each sample's labels (DPO, rewards)."""
+        others = (kind for kind in type(self).__mro__ if kind is not PrivateTrainerMixin)
+        host = next(kind.__name__ for kind in others if "compute_loss" in vars(kind))
+        if host not in ("Trainer", "SFTTrainer") and not self._has_own_losses:
+            raise UserError(f"{host} has a loss of its own: {_OWN_LOSSES}")
+
+    def _refuse_model(self) -> None:
+        """Raise UserError for a model whose loss of each sample is not known."""
+        if getattr(getattr(task_model(self.model), "config", None), "output_router_logits", False):
+            raise UserError(
+                "the router loss of experts is one of the whole batch: set model.config.output_router_logits=False"
+            )
+        known = self._has_own_losses or self.compute_loss_func is not None
+        if len(self.label_names) > 1 and "labels" not in self.label_names and not known:
+            raise UserError(f"the labels are {' and '.join(self.label_names)}: {_OWN_LOSSES}")
+
+    @property
+    def _has_own_losses(self) -> bool:
+        return type(self).sample_losses is not PrivateTrainerMixin.sample_losses
 
     # -- ε -----------------------------------------------------------------------------------------------------------
 
@@ -136,7 +159,7 @@ class PrivateTrainerMixin(_Host):
         return DataLoader(
             dataset,
             batch_size=self.logical_batch_size,
-            collate_fn=collate,
+            collate_fn=partial(collate_rows, collate),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
@@ -204,6 +227,9 @@ class PrivateTrainerMixin(_Host):
             pad_batches=self.physical_batch_size if self._pads() else False,
         )
         private.resumes_noise = seed is not None
+        for name in ("train", "eval"):  # of schedule-free optimizers, whose weights differ in evaluation
+            if hasattr(private.original_optimizer, name):
+                setattr(private, name, getattr(private.original_optimizer, name))
         self._optimizer = accelerated.optimizer = private
         self._private_model = self.model
         self._first_step = FirstStep(private)
@@ -246,8 +272,6 @@ class PrivateTrainerMixin(_Host):
             )
         self._begin_draw(model, optimizer)
         for number, batch in enumerate(inputs, 1):
-            self._flos += self._operations(batch)
-            super()._track_num_input_tokens(batch)
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(batch))
             self.accelerator.backward(loss)
@@ -273,7 +297,7 @@ class PrivateTrainerMixin(_Host):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
-        self._losses, self._flos = [], 0.0
+        self._losses = []
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -304,19 +328,16 @@ class PrivateTrainerMixin(_Host):
 
         Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
         """
-        labels = inputs.get("labels")
-        rest = {name: value for name, value in inputs.items() if name != "labels"}
+        named = self.label_names[0] if len(self.label_names) == 1 else "labels"
+        labels = inputs.get(named)
+        rest = {name: value for name, value in inputs.items() if name != named}
         if labels is None and self.compute_loss_func is None:
             raise UserError(
-                "the batch has no labels, so the loss of each sample is not known: have the collator give 'labels' "
+                f"the batch has no labels, so the loss of each sample is not known: have the collator give {named!r} "
                 f"(it gives {', '.join(inputs)}), or override sample_losses"
             )
         inner: Any = task_model(model)
         config = getattr(inner, "config", None)
-        if getattr(config, "output_router_logits", False):
-            raise UserError(
-                "the router loss of experts is one of the whole batch: set config.output_router_logits=False"
-            )
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
         kind: Any = type(inner)
@@ -330,21 +351,18 @@ class PrivateTrainerMixin(_Host):
         return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return the operations of a whole draw, counted while it ran."""
-        return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
-
-    def _operations(self, batch: Any) -> float:
-        """Return the same as `floating_point_ops`, which counts all parameters of the model each time."""
-        main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
-        if main is None or not main.numel():
-            return 0.0
-        if self._operations_each is None:
-            self._operations_each = float(super().floating_point_ops(batch)) / main.numel()
-        return self._operations_each * float(main.numel())
+        """Return the operations of a draw. The Trainer counts the parameters each time; here it is once."""
+        if not isinstance(inputs, StepDraw):
+            return super().floating_point_ops(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        mains = [(batch, batch[name].numel()) for batch in inputs if name in batch and batch[name].numel()]
+        if mains and self._operations_each is None:
+            self._operations_each = float(super().floating_point_ops(mains[0][0])) / mains[0][1]
+        return sum(elements for _, elements in mains) * (self._operations_each or 0.0)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if not isinstance(inputs, StepDraw):
-            super()._track_num_input_tokens(inputs)
+        for batch in inputs if isinstance(inputs, StepDraw) else [inputs]:
+            super()._track_num_input_tokens(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave gradients alone: each sample's was clipped."""

@@ -66,6 +66,23 @@ def test_the_doctor_as_json(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_plan_as_json(tmp_path):
+    sizes = ("--num-layers", 1, "--hidden-dim", 16, "--num-heads", 2, "--vocab-size", 32, "--seq-len", 8)
+    run_of = ("--samples", 1000, "--epsilon", 8, "--epochs", 1, "--batch-size", 2, "--logical-batch", 8)
+    asked = ("--gpu", "h100-80gb", "--methods", "flash", "--no-effects")
+    outcome = run("plan", *asked, *sizes, *run_of, "--json", tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    validate(document, "plan")
+    assert document["fits"] == (outcome.exit_code == 0)
+
+
+def test_json_on_standard_output_is_alone_there():
+    outcome = CliRunner().invoke(main, ["doctor", "--json", "-"])
+    validate(json.loads(outcome.stdout), "doctor")
+    assert "Opacus" in outcome.stderr
+
+
+@pytest.mark.slow
 def test_a_check_as_json(tmp_path):
     run("check", "--methods", "flash", "--no-neighbours", "--device", "cpu", "--json", tmp_path / "check.json")
     validate(json.loads((tmp_path / "check.json").read_text()), "check")

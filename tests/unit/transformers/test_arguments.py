@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, HfArgumentParser, Trainer
 
 from dpscope.errors import UserError
-from dpscope.transformers import PrivateTrainer, PrivateTrainingArguments
+from dpscope.transformers import PrivateTrainer, PrivateTrainerMixin, PrivateTrainingArguments
 from dpscope.transformers.arguments import REFUSED_SETTINGS, refuse_settings
 from dpscope.transformers.losses import sample_losses
 from tests import ROOT
@@ -24,6 +24,7 @@ from tests.unit.transformers.small_training import (
     Counting,
     arguments,
     assert_same,
+    collate,
     logged,
     private_trainer,
     small_llama,
@@ -155,6 +156,30 @@ def test_an_optimizer_and_a_scheduler_of_ones_own_are_made_private(tmp_path):
     assert logged(trainer, "learning_rate") == pytest.approx([0.5, 0.5, 0.05, 0.05])
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Refuses a step outside of train mode, as schedule-free optimizers do; their weights are others in evaluation."""
+
+    mode = "eval"
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+    def step(self, closure=None):
+        assert self.mode == "train"
+        return super().step(closure)
+
+
+def test_an_optimizer_that_knows_evaluation_is_told_of_it(tmp_path):
+    model = small_llama()
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    trainer = private_trainer(tmp_path, model=model, optimizers=(optimizer, None), settings=EVALUATED)
+    trainer.train()
+    assert optimizer.mode == "eval"
+
+
 def make_llama():
     return small_llama()
 
@@ -220,6 +245,7 @@ REFUSALS = {
     "padding_free": {"padding_free": True},
     "loss_type": {"loss_type": "dft"},
     "auto_find_batch_size": {"auto_find_batch_size": True},
+    "accelerator_config": {"accelerator_config": SimpleNamespace(gradient_accumulation_kwargs={"num_steps": 4})},
     "deepspeed": {"deepspeed": "zero3.json"},
     "parallelism_config": {"parallelism_config": object()},
     "fsdp": {"fsdp": "full_shard", "fsdp_config": {"version": 1}},
@@ -252,6 +278,7 @@ def test_a_setting_that_cannot_be_private_is_refused_by_name(name):
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True cannot be private"),
         ({"train_sampling_strategy": "group_by_length"}, "draws each sample independently"),
         ({"optim": "lomo"}, "optim=lomo cannot be private"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "would add up whole draws"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is the bound on each sample's gradient"),
     ],
 )
@@ -294,6 +321,40 @@ def test_an_overridden_compute_loss_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="override sample_losses"):
         private_trainer(tmp_path, kind=Own)
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+    class Preferences(Trainer):
+        def compute_loss(self, *args, **keywords):
+            return 0.0
+
+    class Private(PrivateTrainerMixin, Preferences):
+        pass
+
+    with pytest.raises(UserError, match="Preferences has a loss of its own: override sample_losses"):
+        private_trainer(tmp_path, kind=Private)
+
+
+def test_labels_whose_loss_is_not_known_are_refused(tmp_path):
+    with pytest.raises(UserError, match="the labels are start_positions and end_positions: override sample_losses"):
+        private_trainer(tmp_path, settings={"label_names": ["start_positions", "end_positions"]})
+
+
+def test_labels_may_have_another_name(tmp_path):
+    def renamed(samples):
+        batch = collate(samples)
+        return {**batch, "target": batch.pop("labels")}
+
+    trainer = private_trainer(tmp_path, settings={"label_names": ["target"]}, data_collator=renamed)
+    trainer.train()
+    assert_same(weights(trainer.model), baseline())
+
+
+def test_a_router_loss_is_refused(tmp_path):
+    model = small_llama()
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="the router loss of experts is one of the whole batch"):
+        private_trainer(tmp_path, model=model)
 
 
 def test_a_search_of_hyperparameters_is_refused(tmp_path):

@@ -7,9 +7,11 @@ from itertools import islice
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening
 
+from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
-from dpscope.transformers.draws import loader_of_draws
+from dpscope.transformers.draws import collate_rows, loader_of_draws
 from tests.unit.transformers.small_training import LOGICAL, PHYSICAL, SAMPLES, Counting, collate, small_llama
 
 
@@ -73,3 +75,9 @@ def test_an_empty_draw_has_no_batches():
     loader = draws(batch_size=1, seed=1)
     drawn = [list(draw) for draw in loader]
     assert [] in drawn
+
+
+def test_samples_that_share_a_row_are_refused():
+    samples = [{"input_ids": row.tolist()} for row in Counting(4).rows]
+    with pytest.raises(UserError, match="the data collator makes 1 rows of 4 samples"):
+        collate_rows(DataCollatorWithFlattening(), samples)
