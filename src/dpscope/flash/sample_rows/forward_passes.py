@@ -229,7 +229,7 @@ class ForwardPasses:
             reason = str(end).partition(". ")[0]
             if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
                 first, self._first_misfit = self._first_misfit, ""
-                raise UserError(first) from None
+                raise UserError(self._rehearsals.doubt or first) from None
         self._rehearsals.schedule.begin_again()
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)

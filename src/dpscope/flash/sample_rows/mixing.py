@@ -49,6 +49,7 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
+        self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
 
     def has_different_samples(self) -> bool:
@@ -81,6 +82,7 @@ class Mixing(TriedCall):
             rows = self.rows()
             try:
                 self._compare_rows(rows, None, (0, len(rows) - 1))
+                self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
                 return
             except torch.OutOfMemoryError:
                 raise

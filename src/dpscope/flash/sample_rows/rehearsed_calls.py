@@ -94,6 +94,7 @@ class RehearsedCalls:
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
+        self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
         self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
 
     @contextmanager
@@ -201,7 +202,7 @@ class RehearsedCalls:
         Samples do not mix in the untouched model (mixing.py), and the self-test proves that the taps do what that
         model does. Where it fails or cannot tell, a rehearsal finds the layer whose rows are not the samples.
         """
-        self._shared, self._output_dims = frozenset(), None
+        self._shared, self._output_dims, self.doubt = frozenset(), None, ""
         try:
             mixing = self._mixing(call)
             if call.batch > 1:
@@ -226,7 +227,7 @@ class RehearsedCalls:
             with suppress(NotFollowed):
                 self._find_rows(call)  # it may name the layer
             raise
-        self._shared, self._output_dims = mixing.shared, mixing.output_dims
+        self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
 
     def _is_proven(self, call: RootCall) -> bool:
         """Make the self-test; return whether it holds and says all. Where no rehearsal could say more, it raises."""
