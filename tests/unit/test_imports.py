@@ -60,6 +60,7 @@ FLASH_LAYERS = (
     ("attachment",),
     ("engine",),
     ("opacus",),
+    ("graphed",),
 )
 ACYCLIC = (
     "vocabulary",

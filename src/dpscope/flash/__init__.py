@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpscope.flash.gradients.clip_rules import Adaptive, Automatic, ClipRule, Normalised, PerGroup, PerLayer, Psac
     from dpscope.flash.gradients.explanation import PathTable
     from dpscope.flash.gradients.paths import Decision, choose_path
+    from dpscope.flash.graphed.step import make_graphed_step
     from dpscope.flash.layers import register_layer
     from dpscope.flash.opacus.opacus_arguments import UnsupportedModelError
     from dpscope.flash.opacus.privacy_engine import PrivacyEngine
@@ -42,6 +43,7 @@ _HOME = {
     "TrainingState": "opacus.training_state",
     "UnsupportedModelError": "opacus.opacus_arguments",
     "choose_path": "gradients.paths",
+    "make_graphed_step": "graphed.step",
     "pad_batch": "padding.rows",
     "real_rows": "padding.rows",
     "register_layer": "layers",
@@ -68,6 +70,7 @@ __all__ = [
     "TrainingState",
     "UnsupportedModelError",
     "choose_path",
+    "make_graphed_step",
     "pad_batch",
     "real_rows",
     "register_layer",

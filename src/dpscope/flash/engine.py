@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from dpscope.flash.ranks.layout import SHARDED_BLOCKS
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
+from dpscope.flash.step.captured import CapturedBatch, StaticInputs
 from dpscope.flash.step.closing import local_sums, one_by_one, reduced_sums, zero_sums
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
@@ -44,6 +45,7 @@ from dpscope.flash.taps.traced import GraphCast
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.frames import original_of, require_module
+from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
 NO_SUMS = SumBatch([], [], None)
@@ -126,6 +128,7 @@ class FlashEngine:
         self.block: CheckpointedBlock | None = None  # whose layers run now
         self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
         self.tail: Tail | None = None  # while a block runs again
+        self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
         self._attach(given, batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
@@ -188,6 +191,16 @@ class FlashEngine:
     def parameters(self) -> Collection[nn.Parameter]:
         """All parameters of the model, frozen ones too."""
         return self._slots.keys()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model."""
+        return self.rehearsals.modules
+
+    @property
+    def taps(self) -> list[InstanceMethod]:
+        """The taps on the model. There is another list once it was tapped again."""
+        return self._attachment.taps
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:
         self._attachment.hooks.append(hook)
@@ -321,9 +334,42 @@ class FlashEngine:
             return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)
         return reduced_sums(self.ranks, micro, of_blocks, self._slots, device, into)
 
+    @contextmanager
+    def capturing(self, static: StaticInputs) -> Iterator[None]:
+        """Inside, a micro-batch is captured in a CUDA graph: nothing is counted, and `static` gives bounds and rows."""
+        before = self.norms, self.factors, self.nonfinite_samples
+        self.static, self.nonfinite_samples = static, None
+        try:
+            with self.state.capturing(), self.running_sums.kept():
+                yield
+        finally:
+            self.static = None
+            self.norms, self.factors, self.nonfinite_samples = before
+
+    def captured(self) -> CapturedBatch:
+        """Return the tensors of the micro-batch that `capturing` has closed: a replay of its graph fills them."""
+        assert self.norms is not None and self.factors is not None and self.nonfinite_samples is not None
+        sums = dict(self.running_sums.items())
+        return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
+
+    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+        """Count a micro-batch that a graph has run, as `accumulate` does."""
+        self.state.replay(size, rows)
+        real = size if rows is None else rows.real
+        self.norms, self.factors = batch.norms[:real], batch.factors[:real]
+        total = self.nonfinite_samples
+        self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
+        self.state.observe(None if batch.observed is None else batch.observed.clone())
+        if rows is not None:
+            self.padding.add(rows)
+        self.state.count(real, self.clip.sensitivity(), rows)
+        for parameter, total_of_it in batch.sums.items():
+            self.running_sums.put(parameter, total_of_it)
+
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        real = None if rows is None else rows.real
+        static = self.static
+        real: int | Tensor | None = None if rows is None else rows.real if static is None else static.real
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         micro = MicroBatch(
             recorded,
@@ -334,15 +380,17 @@ class FlashEngine:
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
             real=real,
+            bounds=None if static is None else static.bounds,
         )
-        if rows is not None:
-            self.padding.add(rows)
         found = micro.clipping
         self.state.observe(self.clip.observe(found.norms, found.finite))
         several = len(found.norms) > 1
-        self.norms = (found.norms.norm(dim=0) if several else found.norms[0])[:real]
-        self.factors = found.factors[:, :real].mT if several else found.factors[0, :real]
-        dropped = (~found.finite[:real]).sum()
+        self.norms = found.norms.norm(dim=0) if several else found.norms[0]
+        self.factors = found.factors.mT if several else found.factors[0]
+        dropped = (len(found.finite) if real is None else real) - found.finite.sum()
+        if rows is not None and static is None:
+            self.padding.add(rows)
+            self.norms, self.factors = self.norms[: rows.real], self.factors[: rows.real]
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 

@@ -202,16 +202,26 @@ class Factors:
     finite: Tensor
 
 
-def clip_factors(squared: Tensor, rule: ClipRule, multiplier: float | Tensor, real: int | None = None) -> Factors:
+def clip_factors(
+    squared: Tensor,
+    rule: ClipRule,
+    multiplier: float | Tensor,
+    real: int | Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> Factors:
     """Return the factors of a rule; 0 where a norm is not finite or above `LARGEST_NORM`.
 
     `squared`: (G, B). `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over
-    the loss scale. `real`: rows from there on are padding, with factor 0 whatever their norm.
+    the loss scale. `real`: rows from there on are padding, with factor 0 whatever their norm. `bounds`: those of the
+    rule, (G, 1) on the device; None takes them from the rule.
     """
     recorded = squared.clamp_min(0.0).sqrt()
     norms = recorded * multiplier
     several = len(rule.bounds) > 1
-    factors = rule.factors(norms, norms.new_tensor(rule.bounds).unsqueeze(1) if several else rule.bounds[0])
+    if bounds is None:
+        factors = rule.factors(norms, norms.new_tensor(rule.bounds).unsqueeze(1) if several else rule.bounds[0])
+    else:
+        factors = rule.factors(norms, bounds)
     scale = factors * multiplier
     small = (scale < MIN_SCALE) & (factors != 0)
     finite = (torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small).all(0)

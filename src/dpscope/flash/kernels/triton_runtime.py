@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import own_capture
 
 try:
     import triton
@@ -223,5 +224,9 @@ def table_on(
     if dry_run.current() is not None:
         host = torch.empty(len(flat), dtype=torch.int64, device=device)
     elif device.type == "cuda":
-        host = host.to(device) if wait else host.pin_memory().to(device, non_blocking=True)
+        capture = own_capture()
+        if capture is not None:
+            host = capture.keep(host, device)
+        else:
+            host = host.to(device) if wait else host.pin_memory().to(device, non_blocking=True)
     return [host[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]

@@ -239,7 +239,8 @@ class DPFlashOptimizer(DPOptimizer):
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds."""
-        self.engine.accumulate()
+        if self.engine.pending or not self.engine.running_sums:
+            self.engine.accumulate()
 
     def add_noise(self) -> None:
         """Make the private gradient in `.grad` from the clipped sums: noise and division in one pass."""

@@ -29,7 +29,7 @@ from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import CLOSED, StepState
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of
 from dpscope.flash.torch_side.autograd_graph import in_backward
-from dpscope.flash.torch_side.captures import refuse_capture
+from dpscope.flash.torch_side.captures import own_capture, refuse_capture
 from dpscope.flash.torch_side.module_state import uncached_parametrizations
 from dpscope.flash.torch_side.torch_version import require_for_compiled
 
@@ -127,6 +127,13 @@ class ForwardPasses:
             self._depth -= 1
             self._unknown, self.in_trial = before
 
+    def begin_replay(self, rows: Rows | None) -> bool:
+        """Begin a micro-batch that a graph is to run. Return False if it has to be looked at and has to run eagerly."""
+        self._close_recorded()
+        if self.state.leaves_out_rest(rows):
+            self._abandon()
+        return not self.refresh() and self._rehearsals.schedule.count_replay()
+
     def _close_recorded(self) -> None:
         """Close the micro-batch before a forward pass that follows a backward pass."""
         if self.state.recorded and not self.in_trial and not self.runs_again():
@@ -207,7 +214,7 @@ class ForwardPasses:
             if self.blocks is not None:
                 self.blocks.begin_micro_batch()
         self.state.open(call.batch, rows=self._rows, in_backward=again)
-        if outermost and not again:
+        if outermost and not again and own_capture() is None:
             self._rehearsals.schedule.begin_pass()
             if self.refresh():
                 self._rehearsals.schedule.begin_again()

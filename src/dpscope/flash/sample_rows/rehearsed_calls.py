@@ -30,6 +30,7 @@ from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
+from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
 from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
@@ -87,7 +88,7 @@ class RehearsedCalls:
         self.options = OptionWatch(model)
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
-        self._modules = list(model.modules())
+        self.modules = list(model.modules())
         self._begin_way = begin_way
         self._in_any_dim = in_any_dim
         self._rehearsed: dict[object, _Reading] = {}  # ways in which the root was called, in order
@@ -126,10 +127,14 @@ class RehearsedCalls:
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
         # and so may modes of torch functions that are active
         modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
-        trained = tuple([module.training for module in self._modules])
+        trained = tuple([module.training for module in self.modules])
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure, verified = None, False
         if self._is_dry(call):
+            return BegunPass(call, way, self.buffers.look(), None)
+        if own_capture() is not None:
+            if way not in self._rehearsed:
+                raise UserError("the batch has not been verified yet, because all of its samples are the same")
             return BegunPass(call, way, self.buffers.look(), None)
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
@@ -152,6 +157,8 @@ class RehearsedCalls:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
         self.options.note()  # what forward itself has changed
         changed = self.buffers.changed(begun.buffers)
+        if changed and own_capture() is not None:
+            raise UserError(f"{changed[0]} is a buffer that forward changes")
         if changed:
             self._judge_buffers(changed, begun.call)
         if begun.failure is not None:

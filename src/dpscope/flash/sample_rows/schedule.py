@@ -20,13 +20,24 @@ class LookSchedule:
         self.looks: list[int] = []  # passes at which the model was looked at again
         self._due = False
         self._paused = False
+        self._wanted = False  # a pass to be looked at was about to run in a graph
         self._random = random.Random()
 
     def begin_pass(self) -> None:
         """Count a forward pass that is trained on."""
         self.passes += 1
         power_of_two = self.passes > 1 and self.passes & (self.passes - 1) == 0
-        self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
+        self._due = power_of_two or self._wanted or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
+        self._wanted = False
+
+    def count_replay(self) -> bool:
+        """Count a pass that a graph runs. Return False, and count nothing, if it has to be looked at: run eagerly."""
+        self.begin_pass()
+        if self._due and not self._paused:
+            self.passes -= 1
+            self._wanted = True
+            return False
+        return True
 
     def begin_again(self) -> None:
         """Undo the count of a pass that begins again with other taps."""

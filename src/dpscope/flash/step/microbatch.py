@@ -63,7 +63,8 @@ class MicroBatch:
         mean: bool,
         groups: RowGroups = EACH_ROW,
         loss_scale: float | Tensor,
-        real: int | None = None,
+        real: int | Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> None:
         self.size = _checked_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
@@ -80,7 +81,7 @@ class MicroBatch:
             norms.add(squared)
         norms.add_all(self._parts, self._groups)
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
-        self.clipping: Factors = clip_factors(norms.result(), clip, multiplier, real)
+        self.clipping: Factors = clip_factors(norms.result(), clip, multiplier, real, bounds)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 

@@ -8,7 +8,8 @@ rounded sums of two neighbouring batches may differ by more than C.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,19 @@ class RunningSums:
         """Hold the first sum of a parameter; later ones are added into what `get` returns."""
         dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
         self._held[parameter] = total.to(dtype)
+
+    def items(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter that has a sum, and the sum."""
+        return self._held.items()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, sums come and go; afterwards they are those of before."""
+        before = dict(self._held)
+        try:
+            yield
+        finally:
+            self._held = before
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         """Return name and sum of every parameter that has one."""

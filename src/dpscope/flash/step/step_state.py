@@ -164,6 +164,11 @@ class StepState:
         """The clipping rule's count over the micro-batches in the sums."""
         return 0.0 if self._observed is None else float(self._observed)
 
+    @property
+    def captured_count(self) -> Tensor | None:
+        """The same as a tensor that a graph fills; None if the rule counts nothing."""
+        return self._observed
+
     def check_graph(self, module: str, generation: int) -> None:
         """Refuse a backward pass through a forward pass of an earlier generation."""
         if generation != self._generation:
@@ -207,6 +212,24 @@ class StepState:
         finally:
             self.take_recorded()
             vars(self).update(before)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, a micro-batch is captured in a CUDA graph, which runs nothing; afterwards all is as it was before."""
+        before = dict(vars(self))
+        self._micro_batches, self._last_rows, self._observed = 0, None, None
+        try:
+            yield
+        finally:
+            self.drop()
+            generation = self._generation
+            vars(self).update(before, _generation=generation)
+
+    def replay(self, size: int, rows: Rows | None) -> None:
+        """Open, record and close a micro-batch that a graph has run."""
+        self.open(size, rows=rows)
+        self.record()
+        self.drop()
 
     def take_recorded(self) -> Recorded:
         """Take what backward passes have left, in the order in which they met parameters."""

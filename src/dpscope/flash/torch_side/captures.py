@@ -1,20 +1,64 @@
-"""CUDA graphs that are captured by hand: a private step in one is refused."""
+"""CUDA graphs: the engine's own capture of a micro-batch, and captures by hand, which are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from dpscope.errors import UserError
 
 
+class OwnCapture:
+    """A capture that the engine makes itself (graphed/).
+
+    Tables of pointers are constants inside a graph, because addresses never change. They are written while it is
+    captured, on a stream of their own, and kept as long as the graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.kept: list[Tensor] = []
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def keep(self, host: Tensor, device: torch.device) -> Tensor:
+        """Return the tensor on the device, written outside of the graph."""
+        with torch.cuda.stream(self._stream):
+            table = host.to(device)
+        self.kept.append(table)
+        return table
+
+
+_own: list[OwnCapture] = []
+
+
+def own_capture() -> OwnCapture | None:
+    """Return the engine's capture that runs, or None."""
+    return _own[-1] if _own else None
+
+
+@contextmanager
+def capturing(capture: OwnCapture) -> Iterator[None]:
+    """Inside, what the current stream is asked for belongs to the engine's own capture."""
+    _own.append(capture)
+    try:
+        yield
+    finally:
+        _own.remove(capture)
+
+
 def refuse_capture() -> None:
-    """Raise UserError while the current stream is captured (torch.cuda.graph, make_graphed_callables).
+    """Raise UserError while the current stream is captured by hand (torch.cuda.graph, make_graphed_callables).
 
     The step's key, Adam's corrections and the learning rate are host values. A replayed graph would use them again:
     above all, the same noise. The code that counts samples and accounts for privacy would not run at all.
     """
+    if _own:
+        return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UserError(
-            "private training is being captured in a CUDA graph by hand, and each replay would add the same noise: use "
-            'torch.compile(model, mode="reduce-overhead") instead'
+            "private training is being captured in a CUDA graph by hand: each replay would add the same noise, and no "
+            "step would be accounted for; use dpscope.flash.make_graphed_step, which captures a private step"
         )

@@ -116,13 +116,17 @@ class OptionWatch:
         self._changes: Counter[int] = Counter()
         self.note()
 
+    def values(self) -> list[Any]:
+        """Return the options as they are."""
+        return [holder.get(key) for holder, key in self._cells]
+
     def note(self) -> None:
         """Remember the current state as known."""
-        self._values = [holder.get(key) for holder, key in self._cells]
+        self._values = self.values()
 
     def has_changed(self) -> bool:
         """Return whether an option has changed since it was noted."""
-        values = [holder.get(key) for holder, key in self._cells]
+        values = self.values()
         if all(map(operator.is_, values, self._values)):
             return False
         both = zip(values, self._values, strict=True)

@@ -1,0 +1,1 @@
+"""A private step as a CUDA graph."""

@@ -1,0 +1,139 @@
+"""make_graphed_step: a training loop's step as one call, which replays a CUDA graph.
+
+The first calls of each shape run eagerly: they are ordinary private steps, in which the model is verified and kernels
+are compiled. Then forward, loss, backward, norms, factors and clipped sums are captured, and each further call copies
+its batch into the graph's inputs and replays it. Noise and update follow in one launch: their key, the learning rate
+and the step counts stay with the host, so a replay cannot repeat noise, and schedulers work as ever.
+
+Passes that are to be looked at again (sample_rows/schedule.py) run eagerly in between, and so do empty draws.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.graphed.captured_step import CapturedStep, device_of, has_graphs
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.flash.padding.rows import Rows, rows_in, without_marks
+from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of
+
+WARMUP = 2
+"""Eager steps of each shape before it is captured."""
+
+
+class GraphedStep:
+    """A private step as a function of a batch. Made by `make_graphed_step`."""
+
+    def __init__(self, loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, *, warmup: int = WARMUP) -> None:
+        self.loss, self.optimizer, self.engine = loss, optimizer, optimizer.engine
+        self.replays = 0
+        self._warmup = max(1, warmup)
+        self._seen: Counter[Any] = Counter()
+        self._captured: dict[Any, CapturedStep] = {}
+        self._pool: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch: backward, clipping, noise, update, and gradients cleared. Return the loss, detached."""
+        if not torch.is_grad_enabled():
+            raise UserError("a graphed step trains: call it outside of torch.no_grad()")
+        found = self._train_on((args, kwargs))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def _train_on(self, call: tuple[Any, Any]) -> Tensor:
+        engine = self.engine
+        if not has_graphs(device_of(engine)):
+            return self._eagerly(call)
+        rows, plain = rows_in(call), without_marks(call)
+        size = rows.size if rows is not None else self._size_of(plain)
+        base, is_added = self._base()
+        key = sizes_of(plain), size, id(base)
+        if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
+            return self._eagerly(call)
+        if key not in self._captured:
+            self._captured[key] = self._capture(plain, size, rows, base)
+        self.replays += 1
+        return self._captured[key].replay(plain, rows)
+
+    def _is_ready(self, key: Any) -> bool:
+        """Return whether a shape may be replayed: it has run eagerly often enough, and again after any change."""
+        self._seen[key] += 1
+        captured = self._captured.get(key)
+        if captured is not None and not captured.fits():
+            # What adds to its sums goes with it.
+            self._captured = {at: each for at, each in self._captured.items() if captured not in (each, each.base)}
+            self._seen[key] = self._warmup
+        return self._seen[key] > self._warmup
+
+    def _base(self) -> tuple[CapturedStep | None, bool]:
+        """Return the capture whose sums the engine holds, if it is one, and whether it holds any."""
+        for parameter, total in self.engine.running_sums.items():
+            return next((each for each in self._captured.values() if each.holds(parameter, total)), None), True
+        return None, False
+
+    def _size_of(self, call: tuple[Any, Any]) -> int:
+        leaves = leaves_in(call)
+        if not leaves:
+            raise UserError("a graphed step takes the tensors of its batch as arguments")
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.device != device_of(self.engine):
+                raise UserError(
+                    f"a graphed step was given a tensor on {leaf.device}: move the batch to the model's device first "
+                    "(x.to(device, non_blocking=True))"
+                )
+        count = self.engine.forwards.batch_size_of
+        return rows_of(leaves[0]) if count is None else count(*call)
+
+    def _capture(
+        self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None
+    ) -> CapturedStep:
+        if self._pool is None and torch.cuda.is_available():
+            self._pool = torch.cuda.graph_pool_handle()
+        return CapturedStep(self.engine, self.loss, call, size, rows, base=base, pool=self._pool)
+
+    def _eagerly(self, call: tuple[Any, Any]) -> Tensor:
+        args, kwargs = call
+        found = self.loss(*args, **kwargs)
+        found.backward()  # type: ignore[no-untyped-call]
+        self.engine.accumulate()
+        return found.detach()
+
+
+def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, *, warmup: int = WARMUP) -> GraphedStep:
+    """Return a function that takes a batch and does a whole private step, replayed as a CUDA graph on a GPU.
+
+    Args:
+        loss: Function of a batch's tensors, on the model's device, that calls the private model and returns the loss.
+        optimizer: Private optimizer of the model (`PrivacyEngine.make_private`, or `DPFlashOptimizer`).
+        warmup: Number of steps of each shape that run eagerly before it is captured.
+
+    Returns:
+        A callable. It replaces `loss.backward()`, `optimizer.step()` and `optimizer.zero_grad()`, and returns the loss.
+
+    Raises:
+        UserError: If the optimizer is not flash clipping's, or its model cannot be captured.
+
+    Example:
+        >>> step = make_graphed_step(lambda x, y: F.cross_entropy(model(x), y), optimizer)  # doctest: +SKIP
+        >>> for x, y in loader:  # doctest: +SKIP
+        ...     loss = step(x, y)
+    """
+    if not isinstance(optimizer, DPFlashOptimizer):
+        raise UserError(
+            f"make_graphed_step needs the optimizer that make_private returned, not {type(optimizer).__name__}"
+        )
+    engine = optimizer.engine
+    if engine.ranks is not None:
+        raise UserError("make_graphed_step captures one process: train without DDP or FSDP2, or use the ordinary loop")
+    if engine.blocks is not None:
+        raise UserError("make_graphed_step captures no blocks that run again: leave out memory_budget")
+    if callable(engine.loss_scale) or isinstance(engine.loss_scale, Tensor):
+        raise UserError("make_graphed_step captures no GradScaler: use bfloat16, which needs none")
+    return GraphedStep(loss, optimizer, warmup=warmup)
