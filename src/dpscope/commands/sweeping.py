@@ -64,7 +64,7 @@ def instrument_arguments(instrument: str) -> Callable[[F], F]:
 def plan_from(
     options: dict[str, Any], instruments: Sequence[str] | None = None, *, for_other_machine: bool = False
 ) -> Plan:
-    """Take what makes a sweep's rows out of a command's keyword arguments, options of the instruments among them.
+    """Take the settings of a sweep's rows, with options of the instruments, out of a command's keyword arguments.
 
     `for_other_machine`: for one with a GPU, which this need not be.
     """

@@ -135,6 +135,6 @@ def _recipe(result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
 
 
 def _is_within(storage: torch.UntypedStorage, args: tuple[Any, ...]) -> bool:
-    """Tell if a storage is that of a tensor in a list of tensors."""
+    """Return whether a storage belongs to a tensor in a list of tensors."""
     several = (each for argument in args if isinstance(argument, list | tuple) for each in argument)
     return any(isinstance(each, Tensor) and each.untyped_storage()._cdata == storage._cdata for each in several)

@@ -184,7 +184,7 @@ class BareUse(_Seen):
                 yield slot, values
 
     def _add_derived(self, q: Tensor, patches: Patches) -> bool:
-        """Give the engine the gradients of the weight that q is made of as those of q, where that is exact.
+        """Give the engine q's gradients in place of those of the weight that q is made of, if that is exact.
 
         Besides the weight there may be a gain, with one element a row.
         """

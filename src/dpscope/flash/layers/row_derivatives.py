@@ -129,7 +129,7 @@ def row_forms(
 
 
 def _of_gains(weights: Sequence[Tensor], gains: Sequence[Tensor | None], pulled: Sequence[Sequence[Tensor]]) -> Tensor:
-    """(ΣO, PROBES, 1): gradients of the gains, which stand behind those of the weights; zeros where there is none."""
+    """Return the gradients of the gains, (ΣO, PROBES, 1), which follow those of the weights; zeros without a gain."""
     found = zip(*(each[len(weights) :] for each in pulled), strict=True)
     columns = [
         w.new_zeros(len(w), PROBES) if gain is None else torch.stack([each.flatten() for each in next(found)], 1)
@@ -225,7 +225,7 @@ class Derived:
         return total if out is None else out.add_(total)
 
     def of_gain(self) -> Tensor:
-        """(B, *shape of the gain)."""
+        """Return the per-sample gradients of the gain, (B, *its shape)."""
         form = self._known()
         assert self.gain is not None
         rows = torch.einsum("bko,ok->bo", self.products[:, 1:], form.gain.double())

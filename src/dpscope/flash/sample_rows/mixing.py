@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gates, untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
-from dpscope.flash.sample_rows.tried_call import ADVICE, RANDOM, RootCall, TriedCall, apart_from, is_coarse
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
 from dpscope.flash.torch_side.module_state import ModuleState
 
@@ -185,7 +185,7 @@ class Mixing(TriedCall):
                 raise UserError(
                     f"the model was taken to be called with {self.batch} samples, but each part of its output of "
                     f"shape {tuple(before.shape)} depends on several: they mix, or are not the rows of its first "
-                    f"argument (is it a list of samples?). {ADVICE}"
+                    f"argument (is it a list of samples?). {PUT_BATCH_FIRST}"
                 )
 
     def _whole_outputs(self, row: int | None) -> list[Tensor]:
@@ -256,7 +256,7 @@ def mixing_found(batch: int) -> UserError:
     """Return the refusal of a model whose samples mix."""
     return UserError(
         f"in a batch of {batch} samples, what the model gives for one sample changes with the others: "
-        f"samples mix in its forward, so no sample has a gradient of its own. {ADVICE}"
+        f"samples mix in its forward, so no sample has a gradient of its own. {PUT_BATCH_FIRST}"
     )
 
 

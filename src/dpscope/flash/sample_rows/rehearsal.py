@@ -30,7 +30,7 @@ from dpscope.errors import UserError
 from dpscope.flash.sample_rows.mixing import mixing_found, replaced
 from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
-from dpscope.flash.sample_rows.tried_call import ADVICE, RootCall, TriedCall, apart_from
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, apart_from
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in
 
 
@@ -246,11 +246,11 @@ class Rehearsal(TriedCall):
             raise mixing_found(self.batch)
         first = found[0]
         if isinstance(first, OutputOf):
-            reason = f"{first.unit.name} ({type(first.unit.module).__name__}) mixes samples. {ADVICE}"
+            reason = f"{first.unit.name} ({type(first.unit.module).__name__}) mixes samples. {PUT_BATCH_FIRST}"
         else:
             reason = (
                 f"{self._given(first, plain)}, but rows of other samples change when one sample does: its rows are not "
-                f"the samples, or samples were mixed before. {ADVICE}"
+                f"the samples, or samples were mixed before. {PUT_BATCH_FIRST}"
             )
         units = [tap.unit if isinstance(tap, OutputOf) else tap for tap in found]
         raise NotFollowed(_modules_of(units), reason, climb=True)
@@ -268,15 +268,15 @@ class Rehearsal(TriedCall):
                 continue
             if tap not in still and not odd:
                 reason = f"{self._given(tap, plain)}, but a row of its output reaches other samples, too: its rows are "
-                raise NotFollowed([tap.module], f"{reason}not the samples. {ADVICE}", climb=True)
+                raise NotFollowed([tap.module], f"{reason}not the samples. {PUT_BATCH_FIRST}", climb=True)
             if tap in still:
                 odd.append(tap)
         if odd:
-            reason = f"{self._given(odd[0], plain)}, which has nothing of the samples. {ADVICE}"
+            reason = f"{self._given(odd[0], plain)}, which has nothing of the samples. {PUT_BATCH_FIRST}"
             raise NotFollowed(_modules_of(odd), reason)
 
     def _refusal_of_constant(self, keys: list[Key], plain: Run, why: str) -> NotFollowed:
-        reason = f"{self._given(keys[0][0], plain)}, which does not depend on the samples ({why}). {ADVICE}"
+        reason = f"{self._given(keys[0][0], plain)}, which does not depend on the samples ({why}). {PUT_BATCH_FIRST}"
         return NotFollowed(_modules_of([tap for tap, _ in keys]), reason)
 
     def _refuse_shared(self, taps: list[Sampled]) -> None:

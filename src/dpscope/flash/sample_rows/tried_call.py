@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.random_states import cuda_devices, seed_all
 
-ADVICE = (
+PUT_BATCH_FIRST = (
     "Put the batch first in every layer's input, and shared tables with a leading dimension of 1 (ids.unsqueeze(0)). "
     "If the model's first argument has no row for each sample, give batch_size_of"
 )
