@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.privacy_spent import SpentPrivacy
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 
@@ -42,19 +42,6 @@ class PlacedLoader:
         if name == "loader":  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-class SpentPrivacy:
-    """The accountant's history, as something that Accelerate saves and loads; sharded optimizers do not hold it."""
-
-    def __init__(self, privacy_engine: PrivacyEngine) -> None:
-        self.accountant = privacy_engine.accountant
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": [tuple(steps) for steps in self.accountant.history]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.accountant.history = continued(self.accountant.history, state["history"])
 
 
 def prepare_private(
@@ -96,7 +83,7 @@ def prepare_private(
     make = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     _, private, loader = make(module=prepared, optimizer=accelerated.optimizer, data_loader=data_loader, **privacy)
     accelerated.optimizer = private
-    accelerator.register_for_checkpointing(SpentPrivacy(engine))
+    accelerator.register_for_checkpointing(SpentPrivacy(engine.accountant))
     return prepared, accelerated, PlacedLoader(loader, accelerator.device), engine
 
 

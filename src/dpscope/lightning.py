@@ -10,14 +10,13 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued, steps_left
+from dpscope.flash.opacus.privacy_spent import PrivacyBudget
 
 
 class PrivateTraining(Callback):
@@ -52,21 +51,20 @@ class PrivateTraining(Callback):
         module: str | None = None,
         **options: Any,
     ) -> None:
-        if (noise_multiplier is None) == (target_epsilon is None):
-            raise UserError("private training needs one of target_epsilon and noise_multiplier: give one of the two")
         self.max_grad_norm = max_grad_norm
-        self.target_delta = target_delta
-        self.noise_multiplier = noise_multiplier
-        self.target_epsilon = target_epsilon
         self.module = module
         self.options = options
         self.privacy_engine = PrivacyEngine()
+        self.budget = PrivacyBudget(
+            self.privacy_engine.accountant,
+            delta=target_delta,
+            target_epsilon=target_epsilon,
+            noise_multiplier=noise_multiplier,
+        )
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
-        if not self.privacy_engine.accountant.history:
-            return 0.0
-        return float(self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta))
+        return self.budget.epsilon(delta)
 
     # -- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -95,22 +93,11 @@ class PrivateTraining(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Have training end when the target ε is reached, also in a run that is resumed for longer."""
-        if self.target_epsilon is None:
-            return
-        left = steps_left(
-            self.privacy_engine.accountant,
-            noise_multiplier=self._optimizer.noise_multiplier,
-            sample_rate=1 / len(trainer.train_dataloader),
-            epsilon=self.target_epsilon,
-            delta=self.target_delta,
-        )
-        if left == 0:
-            raise UserError(
-                f"target_epsilon={self.target_epsilon:g} is spent (ε = {self.get_epsilon():.3f}): no further step is "
-                "allowed; give a larger target_epsilon"
-            )
-        loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + left
-        loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
+        spend = self._optimizer.noise_multiplier, 1 / len(trainer.train_dataloader)
+        self.budget.require_left(*spend)
+        if (left := self.budget.steps_left(*spend)) is not None:
+            loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + left
+            loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
         if trainer.logger is not None and (trainer.global_step % max(1, trainer.log_every_n_steps)) == 0:
@@ -121,11 +108,10 @@ class PrivateTraining(Callback):
         self._optimizer.engine.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [tuple(steps) for steps in self.privacy_engine.accountant.history]}
+        return self.budget.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        accountant = self.privacy_engine.accountant
-        accountant.history = continued(accountant.history, state_dict["history"])
+        self.budget.load_state_dict(state_dict)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
@@ -148,21 +134,12 @@ class PrivateTraining(Callback):
         return trained[0] if len(trained) == 1 and not owned else pl_module
 
     def _noise(self, trainer: Any, batches: int) -> float:
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
         epochs, steps = trainer.max_epochs, trainer.max_steps
         if steps is None or steps < 0:
-            if epochs is None or epochs < 0:
+            if self.budget.target is not None and (epochs is None or epochs < 0):
                 raise UserError("target_epsilon needs an end of training: give the Trainer max_epochs or max_steps")
-            steps = epochs * batches
-        multiplier: float = get_noise_multiplier(
-            target_epsilon=self.target_epsilon,
-            target_delta=self.target_delta,
-            sample_rate=1 / batches,
-            steps=steps,
-            accountant=self.privacy_engine.accountant.mechanism(),
-        )
-        return multiplier
+            steps = (epochs or 0) * batches
+        return self.budget.noise_for(steps, 1 / batches)
 
 
 _DDP_HOOKS = ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper")

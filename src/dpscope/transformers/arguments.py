@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from dpscope.errors import UserError
+from dpscope.flash.opacus.privacy_spent import PrivacyBudget
 
 
 @dataclass
@@ -62,24 +63,13 @@ class PrivacyArguments:
         metadata={"help": "Repeatable noise, for experiments: anyone who knows the seed can take the noise off."},
     )
 
-    def check_privacy(self, max_grad_norm: float, samples: int) -> None:
-        """Raise UserError if the privacy arguments are missing or make no sense."""
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise UserError("private training needs one of target_epsilon and noise_multiplier: give one of the two")
-        for name in ("target_epsilon", "noise_multiplier"):
-            value = getattr(self, name)
-            least = "0 or more" if name == "noise_multiplier" else "above 0"
-            if value is not None and not (
-                math.isfinite(value) and (value > 0 or (least == "0 or more" and value == 0))
-            ):
-                raise UserError(f"{name} must be a number, {least}, not {value}")
+    def budget(self, accountant: Any, max_grad_norm: float, samples: int) -> PrivacyBudget:
+        """Return what the run may spend; raise UserError if the privacy arguments are missing or make no sense."""
         if self.target_delta is None:
             raise UserError(
                 f"private training needs target_delta, the δ of (ε, δ): with {samples} samples give less than "
                 f"{1 / samples:.1g}, such as target_delta={0.1 / samples:.0e}"
             )
-        if not 0 < self.target_delta < 1:
-            raise UserError(f"target_delta must be between 0 and 1, not {self.target_delta}")
         if max_grad_norm is None or not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise UserError(
                 f"max_grad_norm={max_grad_norm} is the bound on each sample's gradient here (C), and must be above 0: "
@@ -87,6 +77,8 @@ class PrivacyArguments:
             )
         if self.logical_batch_size is not None and self.logical_batch_size < 1:
             raise UserError(f"logical_batch_size must be at least 1, not {self.logical_batch_size}")
+        noise = {"target_epsilon": self.target_epsilon, "noise_multiplier": self.noise_multiplier}
+        return PrivacyBudget(accountant, delta=self.target_delta, **noise)
 
 
 @dataclass

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued, epsilon_of, steps_left
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
@@ -82,7 +80,8 @@ class PrivateTrainerMixin(_Host):
         super().__init__(model, args, *rest, **keywords)
         refuse_settings(self.args)
         samples = refuse_data(self.train_dataset)
-        self.privacy.check_privacy(self.args.max_grad_norm, samples)
+        self.privacy_engine = PrivacyEngine(accountant=self.privacy.accountant)
+        self.budget = self.privacy.budget(self.privacy_engine.accountant, self.args.max_grad_norm, samples)
         if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DPFlashOptimizer):
             raise UserError(
                 "the optimizer is private already: give the trainer the ordinary one, and it is made private"
@@ -92,7 +91,6 @@ class PrivateTrainerMixin(_Host):
         self.logical_batch_size = self.privacy.logical_batch_size or (
             self.physical_batch_size * accumulated * self.args.world_size
         )
-        self.privacy_engine = PrivacyEngine(accountant=self.privacy.accountant)
         self._resumed: PrivacyRecord | None = None
         self._first_step: FirstStep | None = None
         self._losses: list[Tensor] = []  # of the draw's samples
@@ -125,26 +123,13 @@ class PrivateTrainerMixin(_Host):
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
-        if not self.privacy_engine.accountant.history:
-            return 0.0
-        return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
+        return self.budget.epsilon(delta)
 
     def steps_left(self) -> int | None:
         """Return how many more steps the target ε allows; None without a target, or before training."""
-        if self.privacy.target_epsilon is None or self._optimizer is None:
+        if self._optimizer is None:
             return None
-        return steps_left(
-            self.privacy_engine.accountant,
-            noise_multiplier=self._optimizer.noise_multiplier,
-            sample_rate=self._sample_rate,
-            epsilon=self.privacy.target_epsilon,
-            delta=self._delta,
-        )
-
-    @property
-    def _delta(self) -> float:
-        assert self.privacy.target_delta is not None  # checked when the trainer was made
-        return self.privacy.target_delta
+        return self.budget.steps_left(self._optimizer.noise_multiplier, self._sample_rate)
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -187,14 +172,10 @@ class PrivateTrainerMixin(_Host):
         self._ordinary_loader = train_dataloader
         with noting_models(self.accelerator) as self._prepared_models:
             model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        assert self._optimizer is not None
         if self._resumed is not None:  # of sharded models the optimizer's state does not hold it
-            accountant = self.privacy_engine.accountant
-            accountant.history = continued(accountant.history, self._resumed.history)
-        if self.steps_left() == 0:
-            raise UserError(
-                f"target_epsilon={self.privacy.target_epsilon:g} is spent (ε = {self.get_epsilon():.3f}): no further "
-                "step is allowed; give a larger target_epsilon"
-            )
+            self.budget.load_state_dict({"history": self._resumed.history})
+        self.budget.require_left(self._optimizer.noise_multiplier, self._sample_rate)
         self.callback_handler.train_dataloader = self._loader
         return model, self._loader
 
@@ -248,16 +229,7 @@ class PrivateTrainerMixin(_Host):
                     f"{self._sample_rate:.6g}: keep batch size and data, or give noise_multiplier, not target_epsilon"
                 )
             return self._resumed.noise_multiplier
-        if self.privacy.noise_multiplier is not None:
-            return self.privacy.noise_multiplier
-        multiplier: float = get_noise_multiplier(
-            target_epsilon=self.privacy.target_epsilon,
-            target_delta=self.privacy.target_delta,
-            sample_rate=self._sample_rate,
-            steps=steps,
-            accountant=self.privacy.accountant,
-        )
-        return multiplier
+        return self.budget.noise_for(steps, self._sample_rate)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

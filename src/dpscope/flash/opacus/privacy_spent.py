@@ -6,6 +6,7 @@ of one `make_private`, to detect a run on other batches or beyond its target.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -14,6 +15,9 @@ from typing import Any
 import numpy as np
 from opacus.accountants import RDPAccountant, create_accountant
 from opacus.accountants.analysis import rdp
+from opacus.accountants.utils import get_noise_multiplier
+
+from dpscope.errors import UserError
 
 HISTORY = "dpscope_privacy_history"  # in the state_dict() of a private optimizer
 
@@ -133,6 +137,72 @@ def epsilon_of(accountant: Any, delta: float) -> float:
 @cache
 def _divergences(noise: float, rate: float, orders: tuple[float, ...]) -> Any:
     return np.asarray(rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders))
+
+
+class SpentPrivacy:
+    """The accountant's history as a state that frameworks save and load; sharded optimizers do not hold it."""
+
+    def __init__(self, accountant: Any) -> None:
+        self.accountant = accountant
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": _as_steps(self.accountant.history)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.accountant.history = continued(self.accountant.history, state["history"])
+
+
+class PrivacyBudget(SpentPrivacy):
+    """What a run has spent, and may still spend: up to a target ε, or with a given noise without an end.
+
+    delta   at which ε is told
+    """
+
+    def __init__(
+        self, accountant: Any, *, delta: float, target_epsilon: float | None, noise_multiplier: float | None
+    ) -> None:
+        super().__init__(accountant)
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise UserError("private training needs one of target_epsilon and noise_multiplier: give one of the two")
+        if target_epsilon is not None and not 0 < target_epsilon < math.inf:
+            raise UserError(f"target_epsilon must be a number, above 0, not {target_epsilon}")
+        if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
+            raise UserError(f"noise_multiplier must be a number, 0 or more, not {noise_multiplier}")
+        if not 0 < delta < 1:
+            raise UserError(f"target_delta must be between 0 and 1, not {delta}")
+        self.delta, self.target, self.noise = delta, target_epsilon, noise_multiplier
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Return ε of all steps so far."""
+        return epsilon_of(self.accountant, self.delta if delta is None else delta) if self.accountant.history else 0.0
+
+    def noise_for(self, steps: int, sample_rate: float) -> float:
+        """Return the noise multiplier as given, or what the target ε needs for so many steps."""
+        if self.noise is not None:
+            return self.noise
+        multiplier: float = get_noise_multiplier(
+            target_epsilon=self.target,
+            target_delta=self.delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant=self.accountant.mechanism(),
+        )
+        return multiplier
+
+    def steps_left(self, noise_multiplier: float, sample_rate: float) -> int | None:
+        """Return how many more steps the target ε allows; None without a target."""
+        if self.target is None:
+            return None
+        spend = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
+        return steps_left(self.accountant, **spend, epsilon=self.target, delta=self.delta)
+
+    def require_left(self, noise_multiplier: float, sample_rate: float) -> None:
+        """Raise UserError if the target ε allows no further step."""
+        if self.steps_left(noise_multiplier, sample_rate) == 0:
+            raise UserError(
+                f"target_epsilon={self.target:g} is spent (ε = {self.epsilon():.3f}): no further step is allowed; give "
+                "a larger target_epsilon"
+            )
 
 
 def steps_left(accountant: Any, *, noise_multiplier: float, sample_rate: float, epsilon: float, delta: float) -> int:
