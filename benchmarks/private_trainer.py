@@ -21,7 +21,7 @@ from typing import Any
 import headline
 import torch
 
-WARMUP, BLOCK, PAIRS = 10, 5, 5  # the first steps check the model
+WARMUP, BLOCK, PAIRS = 8, 5, 4  # the first steps check the model
 SIZES = ((8, 8), (32, 8))  # samples of a step, samples of a physical batch
 
 

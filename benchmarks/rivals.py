@@ -1,31 +1,41 @@
 """Who costs what: private training of four models by every engine, eager and compiled; first the Trainer's overhead.
 
-    python benchmarks/rivals.py OUT [--budget 235] [--tiny]
+    python benchmarks/rivals.py OUT [--budget 150] [--tiny]
 
 1. `private_trainer.py`: the private Trainer against a plain private loop.
-2. One process for each model, and one more for each model with opake, whose patches of transformers stay. All compile
-   at the same time, while nothing is measured.
-3. One process after the other measures its cells. A method alternates with ordinary training, block by block: the
-   ratio is the median over pairs of blocks, its spread the smallest and the largest. opake is measured alone, and
-   compared with ordinary training of the same run. Peaks are of clear steps: the first ones, in which flash clipping
-   verifies the model, are over.
+2. Eager cells: one process for each model, and one more for each model with opake, whose patches of transformers stay.
+3. Compiled cells, as far as the time allows.
 
-Results are written to OUT as each cell ends, and printed as a table. Engines that are not installed are left out, and
-said so. Whether each engine is exact: `dpscope check`.
+Nothing runs at the same time. Processes are forked from one that has imported everything. A method alternates with
+ordinary training, block by block: the ratio is the median over pairs of blocks, its spread the smallest and the
+largest. opake is measured alone, and compared with ordinary training of the same run. Peaks are of clear steps: the
+first ones, in which flash clipping verifies the model, are over.
+
+Results are written to OUT as each cell ends, and printed as a table; OUT/rivals.tar holds all files. If each engine is
+exact, `dpscope check` tells.
 """
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU leaves forked processes able to use it
+
 import argparse
+import contextlib
 import gc
 import importlib
 import json
 import math
+import multiprocessing
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +58,24 @@ CELLS = {
     "standard tf32": Cell("standard", "none", None, "ordinary training, TF32", "", "tf32"),
     "fastdp tf32": Cell("fastdp", "none", "standard tf32", "fastDP, TF32", "", "tf32"),
 }
-OPAKE_CELLS = {
-    "opake": Cell("opake", "none", "standard", "opake", ""),
-    "opake compiled": Cell("opake", "default", "standard compiled", "opake, compiled", ""),
-}
-ALL_CELLS = CELLS | OPAKE_CELLS
+EAGER_OPAKE = {"opake": Cell("opake", "none", "standard", "opake", "")}
+COMPILED_OPAKE = {"opake compiled": Cell("opake", "default", "standard compiled", "opake, compiled", "")}
+ALL_CELLS = CELLS | EAGER_OPAKE | COMPILED_OPAKE
+EAGER = {key: cell for key, cell in CELLS.items() if cell.compile == "none"}
+COMPILED = {key: cell for key, cell in CELLS.items() if cell.compile != "none"}
 JOBS = {
-    **{name: (name, CELLS) for name in ROWS[:-1]},
-    **{f"{name}-opake": (name, OPAKE_CELLS) for name in ROWS[:-1]},
-    "decoder": ("decoder", CELLS),  # the largest last: by then the memory of the others is free
-    "decoder-opake": ("decoder", OPAKE_CELLS),
+    **{f"{name}{also}": (name, cells) for name in ROWS for also, cells in (("", EAGER), ("-opake", EAGER_OPAKE))},
+    **{f"{name}-compiled": (name, COMPILED) for name in ROWS},
+    **{f"{name}-opake-compiled": (name, COMPILED_OPAKE) for name in ROWS},
 }
 PAIRS, BLOCK_MS = 5, 120.0
-COMPILING = 90.0  # seconds for all of it, at most
-TO_COMPILE = 40.0  # seconds for one model, about: none is begun with less left
+TO_COMPILE = 30.0  # seconds for one model, about: none is begun with less left
+NO_GPU_AFTER_FORK = 7
+IMPORTED = (
+    *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    *("transformers.models.vit.modeling_vit", "transformers.trainer", "peft", "opacus", "torch._inductor"),
+    *("dpscope.runner.assembly", "dpscope.trainers.flash", "dpscope.trainers.opacus", "dpscope.transformers.trainer"),
+)
 
 
 # -- one model, in its own process -------------------------------------------------------------------------------------
@@ -77,23 +91,9 @@ class Job:
         self.loops: dict[str, tuple[Loop, int]] = {}  # with the bytes that each holds between steps
         self.figures: dict[str, dict[str, Any]] = {}
 
-    def compile(self, until: float) -> None:
-        """Build and compile the loops of compiled cells. Others do so at the same time: memory may be short for now."""
-        for key in self.compiled():
-            while time.time() < until:
-                if (found := self._attempt(key)) is None or found["status"] != "oom":
-                    break
-                time.sleep(2)
-
-    def compiled(self) -> list[str]:
-        return [key for key, cell in self.cells.items() if cell.compile != "none"]
-
     def measure(self, until: float) -> None:
-        for key in self.cells:
-            if key in self.figures and self.figures[key]["status"] != "oom":
-                continue  # it failed to compile
-            compiles = key in self.compiled() and key not in self.loops
-            if time.time() + (TO_COMPILE if compiles else 0) > until:
+        for key, cell in self.cells.items():
+            if time.time() + (TO_COMPILE if cell.compile != "none" and not self.tiny else 0) > until:
                 self.write(key, {"status": "not measured", "reason": "the time budget was spent"})
                 continue
             failed = self._attempt(key)
@@ -101,11 +101,9 @@ class Job:
             self._drop(key)
 
     def _attempt(self, key: str) -> dict[str, Any] | None:
-        """Build the loop of a cell if it is not there; return why there is none."""
+        """Build the loop of a cell; return why there is none."""
         from dpscope.errors import UserError
 
-        if key in self.loops:
-            return None
         before = allocated()
         start = time.time()
         try:
@@ -124,7 +122,6 @@ class Job:
             print(f"{key} ready after {time.time() - start:.1f} s", flush=True)
             return None
         free()
-        self.figures[key] = found
         return found
 
     def _figure(self, key: str) -> dict[str, Any]:
@@ -183,62 +180,70 @@ def peak_of(loop: Loop, held: int) -> int | None:
     return torch.cuda.max_memory_allocated() - others
 
 
-def run_job(out: Path, name: str, *, tiny: bool, until: float, compiling: float) -> None:
-    for slow in ("transformers", "dpscope.runner.assembly", "dpscope.trainers.flash", "torch._inductor"):
-        importlib.import_module(slow)  # while the Trainer does so, too: nothing is measured yet
-    job = Job(out, name, tiny=tiny)
-    wait_for(out / "compile")
-    job.compile(time.time() + compiling - TO_COMPILE)
-    (out / f"{name}.ready").touch()
-    wait_for(out / f"{name}.go")
-    job.measure(until)
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.05)
+def run_job(out: Path, name: str, *, tiny: bool, until: float) -> None:
+    warnings.filterwarnings("ignore")
+    if name == "trainer":
+        private_trainer.measure(out, tiny=tiny)
+    else:
+        Job(out, name, tiny=tiny).measure(until)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    log = (out / f"{arguments[-1]}.log").open("wb")
-    return subprocess.Popen([sys.executable, *arguments[:-1]], stdout=log, stderr=subprocess.STDOUT)
-
-
-def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a process, and kill it when its time is over: what it has measured is written."""
+def forked(out: Path, name: str, *, tiny: bool, until: float) -> None:
+    """Run a job in a process that was forked, its output in a file of its own."""
+    with (out / f"{name}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     try:
-        process.wait(max(seconds, 1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        if headline.device() == "cuda":
+            torch.zeros(1, device="cuda")
+    except RuntimeError:
+        traceback.print_exc()
+        os._exit(NO_GPU_AFTER_FORK)
+    try:
+        run_job(out, name, tiny=tiny, until=until)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
 
 
-def run_all(out: Path, names: list[str], *, tiny: bool, budget: float, compiling: float) -> None:
-    folder, deadline = Path(__file__).parent, time.time() + budget
-    more = ["--tiny"] if tiny else []
-    trainer = start(out, str(folder / "private_trainer.py"), str(out), *more, "trainer")
-    common = [__file__, str(out), *more, "--until", str(deadline - 3)]
-    timed = ["--compiling", str(compiling)]
-    jobs = {name: start(out, *common, *timed, "--job", name, name) for name in names}
-    end(trainer, deadline - time.time())
-    (out / "compile").touch()
-    compiled = time.time() + compiling
-    while time.time() < compiled and not all(
-        (out / f"{name}.ready").exists() or job.poll() is not None for name, job in jobs.items()
-    ):
-        time.sleep(0.1)
-    for name, job in jobs.items():
-        if not (out / f"{name}.ready").exists():
-            ended = "" if job.poll() is None else f", it ended with {job.returncode}"
-            print(f"{name} did not compile in time{ended}: it does so in its turn", flush=True)
-            end(job, 1)
-            jobs[name] = start(out, *common, "--compiling", "0", "--job", name, name)
-    for name, job in jobs.items():
-        (out / f"{name}.go").touch()
-        end(job, deadline - time.time())
+def run_all(out: Path, names: list[str], *, tiny: bool, budget: float) -> None:
+    deadline = time.time() + budget
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    print(f"imported after {time.time() - deadline + budget:.1f} s", flush=True)
+    context, forks = multiprocessing.get_context("fork"), True
+    for name in ("trainer", *names):
+        if time.time() > deadline:
+            break
+        options: dict[str, Any] = {"tiny": tiny, "until": deadline - 3}
+        if forks:
+            process = context.Process(target=forked, args=(out, name), kwargs=options)
+            process.start()
+            end(process.join, process.is_alive, process.kill, deadline - time.time())
+            forks = process.exitcode != NO_GPU_AFTER_FORK
+        if not forks:
+            command = [sys.executable, __file__, str(out), "--job", name, "--until", str(options["until"])]
+            with (out / f"{name}.log").open("w") as log:
+                fresh = subprocess.Popen([*command, *(["--tiny"] if tiny else [])], stdout=log, stderr=log)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                fresh.wait(max(1, deadline - time.time()))
+            fresh.kill()
+        print(f"{name} ended after {time.time() - deadline + budget:.1f} s", flush=True)
+
+
+def end(join: Callable[[float], Any], is_alive: Callable[[], bool], kill: Callable[[], Any], seconds: float) -> None:
+    """Wait for a process, and kill it when its time is over: what it has measured is written."""
+    join(max(seconds, 1))
+    if is_alive():
+        kill()
+        join(5)
 
 
 def figures_of(out: Path, row: str) -> dict[str, dict[str, Any]]:
@@ -294,23 +299,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which prove nothing but that it runs")
-    parser.add_argument("--budget", type=float, default=235.0, help="seconds after which no further cell is begun")
-    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
-    parser.add_argument("--compiling", type=float, default=COMPILING, help="seconds for all models to compile")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds after which no further cell is begun")
     parser.add_argument("--only", default=",".join(ROWS), help="models: %(default)s")
+    parser.add_argument("--job", choices=["trainer", *JOBS], help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    warnings.filterwarnings("ignore")
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.job:
-        run_job(asked.out, asked.job, tiny=asked.tiny, until=asked.until, compiling=asked.compiling)
+        run_job(asked.out, asked.job, tiny=asked.tiny, until=asked.until)
         return
-    for stale in (*asked.out.glob("*.ready"), *asked.out.glob("*.go"), asked.out / "compile"):
-        stale.unlink(missing_ok=True)
     rows = [name for name in ROWS if name in asked.only.split(",")]
     names = [name for name, (row, _) in JOBS.items() if row in rows]
-    run_all(asked.out, names, tiny=asked.tiny, budget=asked.budget, compiling=asked.compiling)
+    run_all(asked.out, names, tiny=asked.tiny, budget=asked.budget)
     show(asked.out, rows)
+    with tarfile.open(asked.out / "rivals.tar", "w") as whole:
+        for file in (*asked.out.glob("*.json"), *asked.out.glob("*.log")):
+            whole.add(file, arcname=file.name)
 
 
 if __name__ == "__main__":
