@@ -64,7 +64,9 @@ class PrivateTraining(Callback):
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """Return ε of all steps so far at δ = `delta`, by default `target_delta`."""
-        return self.budget.epsilon(delta)
+        if not self.privacy_engine.accountant.history:
+            return 0.0
+        return float(self.privacy_engine.get_epsilon(self.budget.delta if delta is None else delta))
 
     # -- what Lightning calls ----------------------------------------------------------------------------------------
 
