@@ -13,33 +13,20 @@ from torch.utils.data import DataLoader
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
+from tests.unit.two_ranks import run_ranks
 
-accelerate = pytest.importorskip("accelerate")
-prepare_private = pytest.importorskip("dpscope.accelerate").prepare_private
+pytest.importorskip("accelerate")
 
-PRIVACY = {"noise_multiplier": 1.0, "max_grad_norm": 0.5}
+import accelerate
+
+from dpscope.accelerate import prepare_private
+from tests.unit.accelerate_rank import PRIVACY, prepared, train
 
 
 @pytest.fixture
 def accelerator():
     yield accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._reset_state(True)
-
-
-def prepared(accelerator, *, seed=1, model=None, **changed):
-    torch.manual_seed(0)
-    model = make_model() if model is None else model
-    loader = DataLoader(make_data(), batch_size=16, generator=torch.Generator().manual_seed(seed))
-    noise = {"noise_generator": torch.Generator().manual_seed(seed)}
-    return prepare_private(accelerator, model, sgd(model), loader, **{**PRIVACY, **noise, **changed})
-
-
-def train(accelerator, model, optimizer, batches):
-    for x, y in batches:
-        accelerator.backward(F.cross_entropy(model(x), y))
-        accelerator.clip_grad_norm_(model.parameters(), 1e-6)  # what many loops do, and must not matter
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_steps_are_those_of_a_plain_private_loop(accelerator):
@@ -64,6 +51,18 @@ def test_steps_are_those_of_a_plain_private_loop(accelerator):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.get_epsilon(1e-5) > 0
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(accelerator, tmp_path):
+    model, optimizer, loader, _ = prepared(accelerator)
+    train(accelerator, model, optimizer, loader)
+    run_ranks("tests.unit.accelerate_rank", tmp_path)
+    two = torch.load(tmp_path / "two.pt")
+    assert two["processes"] == 2
+    assert two["history"] == [(1.0, 0.25, 4)]
+    for ours, theirs in zip(two["weights"], model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_saved_state_keeps_the_privacy_that_was_spent(accelerator, tmp_path):

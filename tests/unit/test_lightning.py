@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
-from tests import ROOT
 from tests.unit.flash.private_training import make_loader, make_model, sgd
+from tests.unit.two_ranks import run_ranks
 
 pytest.importorskip("lightning.pytorch")
 
@@ -50,17 +46,7 @@ def test_steps_are_those_of_a_plain_private_loop(tmp_path):
 def test_two_processes_take_the_steps_of_one(tmp_path):
     one = private()
     trainer(tmp_path, callbacks=[one]).fit(module := Classifier(), loader())
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    run = subprocess.run(
-        [*ranks, "-m", "tests.unit.lightning_rank", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_ranks("tests.unit.lightning_rank", tmp_path)
     two = torch.load(tmp_path / "two.pt")
     for rank in two["weights"]:
         for ours, theirs in zip(rank, module.parameters(), strict=True):
