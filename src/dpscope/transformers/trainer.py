@@ -64,10 +64,6 @@ class PrivateTrainerMixin(_Host):
             raise UserError(
                 f"private training needs transformers 5 or newer (this one has no {missing[0]}): upgrade it"
             )
-        if type(self).compute_loss is not PrivateTrainerMixin.compute_loss:
-            raise UserError(
-                f"{type(self).__name__} overrides compute_loss, whose mean over the batch mixes samples: {_OWN_LOSSES}"
-            )
         self._refuse_other_losses()
         accumulated = 1
         if args is not None:
@@ -99,11 +95,15 @@ class PrivateTrainerMixin(_Host):
         self.add_callback(PrivacyCallback(self))
 
     def _refuse_other_losses(self) -> None:
-        """Raise UserError beside a Trainer whose loss is not one of each sample's labels (DPO, rewards)."""
-        others = (kind for kind in type(self).__mro__ if kind is not PrivateTrainerMixin)
-        host = next(kind.__name__ for kind in others if "compute_loss" in vars(kind))
-        if host not in ("Trainer", "SFTTrainer") and not self._has_own_losses:
-            raise UserError(f"{host} has a loss of its own: {_OWN_LOSSES}")
+        """Raise UserError for a loss that is not one of each sample's labels: one's own, that of DPO or of rewards."""
+        owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
+        place = owners.index(PrivateTrainerMixin)
+        hidden = [kind for kind in owners[place + 1 :] if kind.__name__ not in ("Trainer", "SFTTrainer")]
+        if others := owners[:place] + ([] if self._has_own_losses else hidden):
+            raise UserError(
+                f"{others[0].__name__} has a compute_loss of its own, whose mean over the batch mixes samples: "
+                f"{_OWN_LOSSES}"
+            )
 
     def _refuse_model(self) -> None:
         """Raise UserError for a model whose loss of each sample is not known."""

@@ -331,7 +331,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
     class Private(PrivateTrainerMixin, Preferences):
         pass
 
-    with pytest.raises(UserError, match="Preferences has a loss of its own: override sample_losses"):
+    with pytest.raises(UserError, match=r"Preferences has a compute_loss of its own, .*: override sample_losses"):
         private_trainer(tmp_path, kind=Private)
 
 
