@@ -153,7 +153,7 @@ class SpentPrivacy:
 
 
 class PrivacyBudget(SpentPrivacy):
-    """What a run has spent, and may still spend: up to a target ε, or with a given noise without an end.
+    """Budget of a run: what it has spent, and may still spend up to a target ε; given noise alone has no end.
 
     delta   at which ε is told
     """
