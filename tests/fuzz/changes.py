@@ -99,7 +99,7 @@ def _method_added(model: nn.Module, rng: random.Random) -> str:
 
 def _replaced(model: nn.Module, rng: random.Random) -> str:
     layer = _pick(model, rng, nn.Linear, nn.LayerNorm)
-    if layer is None:
+    if layer is None or layer._parameters.get("weight") is None:
         return ""
     layer.weight = nn.Parameter(layer.weight.detach().clone() * 1.1)
     return f"{type(layer).__name__}.weight replaced"

@@ -91,9 +91,7 @@ class GraphedStep:
         count = self.engine.forwards.batch_size_of
         return rows_of(leaves[0]) if count is None else count(*call)
 
-    def _capture(
-        self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None
-    ) -> CapturedStep:
+    def _capture(self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None) -> CapturedStep:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
         return CapturedStep(self.engine, self.loss, call, size, rows, base=base, pool=self._pool)

@@ -90,6 +90,8 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rehearsal = tap.rehearsal is not None
     if tap.rehearsal.inside if tap.rehearsal is not None else not torch.is_grad_enabled():
         return _call(func, leaves, form)
+    if _is_foreign(func):  # torch looks a function up by its name: a patched one would be applied twice
+        raise tap.cannot_follow("a function of torch was replaced")
     others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
@@ -98,6 +100,12 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return bares[0]  # p.clamp_(0, 1), under no_grad: it is for the forward itself to do, once
         return _write(tap, func, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
+
+
+def _is_foreign(func: Any) -> bool:
+    """Return whether a function that torch calls is none of torch's own."""
+    module = getattr(func, "__module__", None)
+    return module is not None and module.partition(".")[0] != "torch"
 
 
 def _is_plain(result: object) -> bool:

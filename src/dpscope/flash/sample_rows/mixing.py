@@ -28,6 +28,10 @@ from dpscope.flash.torch_side.module_state import ModuleState
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
 _FULL_PRECISION = {torch.float32, torch.float64}
+# How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
+# samples apart.
+_RERUN = 1e-7  # of the largest element: two runs on the same samples
+_SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 
 
 class Mixing(TriedCall):
@@ -69,19 +73,31 @@ class Mixing(TriedCall):
 
     def draw(self) -> None:
         """Refuse samples that mix, as far as several draws show it. Sets `shared` to the reading that fits."""
-        self.look_again()
-        self._draw_others()
+        self._try_readings(self._draw_others)
         self._compare_sizes()
         if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
             self._look_at_parts()
 
     def look_again(self) -> None:
         """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
+        self._try_readings(lambda: None)
+
+    def _try_readings(self, further: Callable[[], None]) -> None:
+        """Find a reading of the arguments by which samples do not mix: a look shows it, and what is asked `further`.
+
+        What was found by further questions alone may not be explained away by an argument that relates all samples to
+        one another: it would have to be the same in every step.
+        """
         refusals: list[Exception] = []
+        shown = True
         for _ in self.readings():
             rows = self.rows()
+            if not shown and self._shares_relation():
+                continue
             try:
                 self._compare_rows(rows, None, (0, len(rows) - 1))
+                shown = False
+                further()
                 self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
                 return
             except torch.OutOfMemoryError:
@@ -89,6 +105,12 @@ class Mixing(TriedCall):
             except Exception as error:
                 refusals.append(error)
         raise refusals[0]
+
+    def _shares_relation(self) -> bool:
+        """Return whether an argument with two dimensions of the batch's size is taken to be shared by all samples."""
+        leaves = enumerate(leaves_in(self.call))
+        tensors = [leaf for place, leaf in leaves if place in self.shared and isinstance(leaf, Tensor)]
+        return any(list(leaf.shape).count(self.batch) > 1 for leaf in tensors)
 
     def _draw_others(self) -> None:
         """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
@@ -131,20 +153,23 @@ class Mixing(TriedCall):
 
         The dimension of an output that has fewer entries for fewer samples is that of the samples.
 
-        Every row has to differ. Where random numbers are drawn they are others for fewer samples: nothing is said then.
+        Where random numbers are drawn they are others for fewer samples: nothing is said then.
         """
         rows = self.rows()
-        fewer = rows[: len(rows) // 2]
         with untouched(self.model):
             many = self._outputs(rows, 1)
-        try:
-            with untouched(self.model):
-                few = self._outputs(fewer, 1)
-        except torch.OutOfMemoryError:
-            raise
-        except (Exception, NotFollowed):  # it takes no fewer
+        for fewer in dict.fromkeys((1, len(rows) // 2)):  # some models do not take one sample alone
+            try:
+                with untouched(self.model):
+                    few = self._outputs(rows[:fewer], 1)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except (Exception, NotFollowed):
+                continue
+        else:
             return
-        sizes = len(fewer), len(rows)
+        sizes = fewer, len(rows)
         if len(few) == len(many):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         if any(self._every_row_differs(*both, *sizes) for both in zip(few, many, strict=False)):
@@ -163,12 +188,14 @@ class Mixing(TriedCall):
         a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (few, many))
         if a.shape[1] != b.shape[1]:
             return False
-        apart, size = (torch.linalg.vector_norm(each.float(), dim=1) for each in (a - b[:fewer], b[:fewer]))
+        apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[:fewer], b[:fewer]))
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if is_coarse(few) or not dtypes <= _FULL_PRECISION:
             return bool((apart > 0.1 * size).all())
+        if dtypes == {torch.float64}:
+            return bool((apart > _SAME_FLOAT64 * size).all())
         told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).float())  # what tells one sample from another
-        return bool((apart > torch.maximum(1e-3 * told_apart, 1e-5 * size)).all())
+        return bool((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all())
 
     # -- outputs without rows ----------------------------------------------------------------------------------------
 
@@ -203,20 +230,21 @@ class Mixing(TriedCall):
         judged elsewhere, and put back in between.
         """
         rows = self.rows()
-        seen = []
-        for altered in (False, True):
-            with untouched(self.model):
-                with buffers_put_back(self.model):
-                    first = rows if self.batch == 1 or not altered else self._shifted(rows)
-                    self._outputs(first, 1, altered=altered and self.batch == 1)
-                seen.append(self._outputs(rows, 2))
-        whole = torch.arange(len(rows))
-        for before, after in zip(*seen, strict=False):
-            if before.shape != after.shape:
-                continue
-            dim = next((dim for dim, size in enumerate(before.shape) if size == len(rows)), None)
-            if dim is not None and apart_from(before, after, dim, whole):
-                self._refuse_carried(rows)
+        first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
+        if not _any_apart(first, second, len(rows), share=_RERUN):
+            return
+        # The same runs give the same, unless the device adds up in another order each time.
+        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), share=_RERUN)
+        if repeats or _any_apart(first, second, len(rows)):
+            self._refuse_carried(rows)
+
+    def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
+        """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
+        with untouched(self.model):
+            with buffers_put_back(self.model):
+                first = rows if self.batch == 1 or not altered else self._shifted(rows)
+                self._outputs(first, 1, altered=altered and self.batch == 1)
+            return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
         """Return as many other samples; not all of them in another order, which a mean would not show."""
@@ -258,6 +286,16 @@ def mixing_found(batch: int) -> UserError:
         f"in a batch of {batch} samples, what the model gives for one sample changes with the others: "
         f"samples mix in its forward, so no sample has a gradient of its own. {PUT_BATCH_FIRST}"
     )
+
+
+def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, share: float | None = None) -> bool:
+    """Return whether the rows of any output differ between two runs on the same samples."""
+    whole = torch.arange(rows)
+    for before, after in zip(first, second, strict=False):
+        dim = next((dim for dim, size in enumerate(before.shape) if size == rows), None)
+        if dim is not None and before.shape == after.shape and apart_from(before, after, dim, whole, share=share):
+            return True
+    return False
 
 
 def _dim_of_samples(few: Tensor, many: Tensor, fewer: int, rows: int) -> int | None:

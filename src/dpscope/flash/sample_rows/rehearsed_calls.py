@@ -215,10 +215,7 @@ class RehearsedCalls:
             if call.batch > 1:
                 self._draw(mixing, call)
             mixing.find_carried_state()
-            if self._is_proven(call) or call.batch == 1:
-                return None
-            self._find_rows(call)
-            self._self_test(call)
+            self._hold_against_model(call)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -236,16 +233,24 @@ class RehearsedCalls:
             raise
         self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
 
-    def _is_proven(self, call: RootCall) -> bool:
-        """Make the self-test; return whether it holds and says all. Where no rehearsal could say more, it raises."""
+    def _hold_against_model(self, call: RootCall) -> None:
+        """Make the self-test. Where it fails or does not say all, rehearse the call, which may name the layer."""
+        misfit: BaseException | None = None
         try:
-            return self._self_test(call)
+            if self._self_test(call) or call.batch == 1:
+                return
         except torch.OutOfMemoryError:
             raise
-        except (Exception, Mismatch):
+        except (Exception, Mismatch) as error:
             if call.batch == 1:
                 raise
-            return False
+            misfit = error
+        shared = self._shared
+        self._find_rows(call)
+        if misfit is not None and self._shared == shared:
+            raise misfit  # not tested anew: on other rows it may hold by chance
+        if misfit is not None:
+            self._self_test(call)
 
     def _find_rows(self, call: RootCall) -> None:
         """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""

@@ -144,12 +144,12 @@ def _altered(leaf: Tensor) -> Tensor:
     return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
 
 
-def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
-    """Return whether these rows differ by more than rounding."""
+def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
+    """Return whether these rows differ by more than rounding, or by more than a share of the largest element."""
     if not a.is_floating_point():
         return any(not torch.equal(x, y) for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True))
     largest = max((float(x.abs().nan_to_num(0).amax()) for x in slices(a, dim, rows) if x.numel()), default=0.0)
-    tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * largest
+    tolerance = (_ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share) * largest
     return any(
         not bool(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all())
         for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)

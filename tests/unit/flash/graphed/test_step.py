@@ -9,7 +9,6 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step, pad_batch
-from tests.unit.flash.graphed.host_graphs import host_graphs  # noqa: F401
 
 STEPS = 12
 WIDTH, CLASSES = 6, 3
