@@ -110,13 +110,14 @@ class Correction:
     def missed_bytes(self, batch_size: int) -> int:
         """Return by how much a peak is above its prediction: on a line between probes, and beyond them as it grows.
 
-        A miss that shrinks with the batch, or was none at the smaller one, is of something that does not grow with it.
+        A miss that shrinks with the batch, or hardly was one at the smaller size, is of something that happens at one
+        of them: no line.
         """
         sizes = [each.batch_size for each in self.probes]
         misses = [each.peak_bytes - step.peak_bytes for each, step in zip(self.probes, self.forecasts, strict=True)]
         if batch_size < sizes[-1]:
             return round(np.interp(batch_size, sizes, misses))
-        grows = len(sizes) > 1 and 0 < misses[-2] / (misses[-1] or 1) < 1
+        grows = len(sizes) > 1 and 0.9 * sizes[-2] / sizes[-1] < misses[-2] / (misses[-1] or 1) < 1
         slope = (misses[-1] - misses[-2]) / (sizes[-1] - sizes[-2]) if grows else 0.0
         return round(misses[-1] + slope * (batch_size - sizes[-1]))
 
