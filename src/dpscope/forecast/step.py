@@ -31,7 +31,6 @@ from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
 
-NEARLY = 0.85  # of the limit
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -112,8 +111,6 @@ def _step(
     segments = device.allocator.segments
     if not detailed:
         trainer.train_step(*batches)
-        if segments.limit is not None and segments.reserved > NEARLY * segments.limit:
-            trainer.train_step(*batches)  # blocks that are split in one step may not serve the next
         return StepForecast(segments.peak_allocated, segments.peak_reserved)
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
     with work.watching(), CollectiveBytes() as sent:
