@@ -62,17 +62,16 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
     fit.batch = 1
     if most > 4:
         fit.batch, failing = (4, failing) if try_out(4) else (1, 4)
-    failures = 0  # since a batch has fitted
     for _ in range(MOST_STEPS_TRIED):
         if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
             break
-        guess = _guess(fit, failing, most, 0.8 if failures < 2 else 0.5)
+        guess = _guess(fit, failing, most)
         if guess <= fit.batch:
             break
         if try_out(guess):
-            fit.batch, failures = guess, 0
+            fit.batch = guess
         else:
-            failing, failures = guess, failures + 1
+            failing = guess
     return fit
 
 
@@ -80,10 +79,8 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
     return forecast_step(replace(spec, batch_size=batch), card, detailed=False, limit=limit)
 
 
-def _guess(fit: BatchFit, failing: int, most: int, share: float) -> int:
+def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
-
-    `share`: how far to go between them where the line goes beyond the upper one.
 
     The line of small batches may be that of another phase than the one that counts later: no step is too large. Where
     one more sample is clearly beyond the limit, that is the batch that fits.
@@ -99,7 +96,7 @@ def _guess(fit: BatchFit, failing: int, most: int, share: float) -> int:
     if reached >= failing and failing <= most:
         # A step reserves somewhat more than it holds, so that the line's end itself often fails.
         far = failing > 2 * fit.batch
-        reached = math.sqrt(fit.batch * failing) if far else fit.batch + share * (failing - fit.batch)
+        reached = math.sqrt(fit.batch * failing) if far else fit.batch + 0.8 * (failing - fit.batch)
     reached = min(reached, FARTHEST * fit.batch, failing - 1)
     return max(fit.batch + 1, int(reached))
 
