@@ -220,7 +220,8 @@ def _corrected_fit(
 ) -> BatchFit:
     """Find the largest batch again, with the room that is left by what the prediction missed."""
     missed = correct.missed_bytes(predicted.batch)
-    fit = largest_batch(spec, card, most, say, memory_limit(card) - missed) if missed else predicted
+    is_close = abs(missed) < LEFT_FREE / 4 * predicted.limit
+    fit = predicted if is_close else largest_batch(spec, card, most, say, predicted.limit - missed)
     points = {size: peak + correct.missed_bytes(size) for size, peak in fit.points.items()}
     return replace(fit, points={**points, **{each.batch_size: each.peak_bytes for each in correct.probes}})
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,7 +27,6 @@ from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
 from dpscope.instruments.trace.attribution import union
-from dpscope.runner import collector
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
@@ -49,20 +49,22 @@ class Probe:
 
 def probe(spec: RunSpec, *, warmup: int = 3) -> Probe:
     """Take a few steps of a spec on this GPU. What they allocate is freed before this returns."""
-    gc.collect()
-    collector.rest()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     training = TrainingSteps(replace(spec, device="cuda"), warmup=warmup)
     try:
         training.warm_up()
-        seconds = _seconds(training)
+        training()
+        training.require_finite_losses()  # which waits for the device
         peak = torch.cuda.max_memory_allocated() - base
+        gc.collect()
+        gc.disable()  # it would stop some of the steps, and not others
+        seconds = _seconds(training)
         training.require_finite_losses()
         busy = _busy_seconds(training)
         return Probe(spec.batch_size, peak, seconds, min(busy or seconds, seconds))
     finally:
-        collector.resume()
+        gc.enable()
         del training
         free_memory()
 
@@ -106,13 +108,18 @@ class Correction:
     forecasts: Sequence[StepForecast]  # of the same sizes
 
     def missed_bytes(self, batch_size: int) -> int:
-        """Return by how much a peak is above its prediction: on the line through the two largest probes."""
+        """Return by how much a peak is above its prediction: on a line between probes, and beyond them as it grows.
+
+        A miss that shrinks with the batch, or hardly was one at the smaller size, is of something that happens at one
+        of them: no line.
+        """
+        sizes = [each.batch_size for each in self.probes]
         misses = [each.peak_bytes - step.peak_bytes for each, step in zip(self.probes, self.forecasts, strict=True)]
-        if len(misses) < 2:
-            return misses[-1]
-        low, high = self.probes[-2:]
-        slope = (misses[-1] - misses[-2]) / (high.batch_size - low.batch_size)
-        return round(misses[-1] + slope * (batch_size - high.batch_size))
+        if batch_size < sizes[-1]:
+            return round(np.interp(batch_size, sizes, misses))
+        grows = len(sizes) > 1 and 0.9 * sizes[-2] / sizes[-1] < misses[-2] / (misses[-1] or 1) < 1
+        slope = (misses[-1] - misses[-2]) / (sizes[-1] - sizes[-2]) if grows else 0.0
+        return round(misses[-1] + slope * (batch_size - sizes[-1]))
 
     @property
     def host_seconds(self) -> float:

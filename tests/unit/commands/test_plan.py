@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, Literal
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
-from typing_extensions import NotRequired, TypedDict
 
 import dpscope
 from dpscope.cli import main
@@ -20,91 +18,18 @@ from dpscope.forecast.fitting import largest_batch
 from dpscope.forecast.plan import plan
 from dpscope.forecast.probe import Probe
 from dpscope.forecast.step import forecast_step
-from dpscope.results.validation import find_mismatch
+from dpscope.plain_text import as_json
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
+from tests import ROOT
 
-
-class CardDocument(TypedDict):
-    name: str
-    title: str
-    memory_gib: float
-    usable_bytes: int
-    limit_bytes: int
-    margin: float
-    measured: bool
-    source: str
-
-
-class StepDocument(TypedDict):
-    peak_bytes: int
-    reserved_bytes: int
-    components: dict[str, int]
-    seconds: float
-    gpu_seconds: float
-    host_seconds: float
-    sending_seconds: float
-    families: dict[str, list[float]]
-    operators: int
-    kernels: int
-
-
-class PrivacyDocument(TypedDict):
-    samples: int
-    logical_batch: int
-    sample_rate: float
-    expected_batch: int
-    steps: int
-    epochs: float
-    noise_multiplier: float
-    delta: float
-    epsilon: dict[str, float]
-    accountant: str
-    notes: list[str]
-
-
-class MethodDocument(TypedDict):
-    method: str
-    batch_size: int
-    logical_batch: int
-    refused: NotRequired[str]
-    largest_batch: NotRequired[int]
-    peaks: NotRequired[dict[str, int]]
-    needs_bytes: NotRequired[int]
-    needs_batch: NotRequired[int]
-    accumulation: NotRequired[int]
-    step: NotRequired[StepDocument]
-    limited_by: NotRequired[str]
-    samples_per_second: NotRequired[float]
-    logical_seconds: NotRequired[float]
-    steps: NotRequired[int]
-    hours: NotRequired[float]
-    price: NotRequired[float]
-    privacy: NotRequired[PrivacyDocument]
-
-
-class EffectDocument(TypedDict):
-    method: str
-    what: str
-    peak_bytes: int
-    peak_ratio: float
-    time_ratio: float
-
-
-class PlanDocument(TypedDict):
-    how: Literal["predicted", "probed"]
-    workload: str
-    seq_len: int | None
-    dtype: str
-    card: CardDocument
-    wish: dict[str, Any]
-    methods: list[MethodDocument]
-    effects: list[EffectDocument]
-    remarks: list[str]
-    fits: bool
-
-
+SCHEMA = json.loads((ROOT / "docs" / "schemas" / "plan.json").read_text())
 STEP = ["--model", "tiny", "--num-layers", "1", "--seq-len", "32", "--methods", "flash", "--no-effects"]
+
+
+def require_schema(document):
+    """Require what docs/schemas/plan.json says of a document as it is written."""
+    pytest.importorskip("jsonschema").validate(json.loads(as_json(document)), SCHEMA)
 
 
 def run(*arguments):
@@ -120,7 +45,7 @@ def test_a_plan_says_what_fits_how_long_it_takes_and_how_private_it_is(tmp_path)
     )
     assert ended.exit_code == 0, ended.output
     document = json.loads(out.read_text())
-    assert find_mismatch(document, PlanDocument) is None
+    require_schema(document)
     (row,) = document["methods"]
     assert row["batch_size"] == 64
     assert row["steps"] == 64  # ⌈2000 / 64⌉ batches, twice
@@ -182,10 +107,11 @@ def test_what_does_not_fit_and_what_would_change_are_in_the_document(monkeypatch
     wish = {"methods": ["flash"], "seq_len": 16, "card": "t4", "batch_size": 2}
     config = make_config("tiny", num_layers=1)
     planned = plan(config, **wish)
+    probed = plan(config, prober=measured_with(2**20), **wish)
     monkeypatch.setitem(CARDS, "t4", small(0.02))
     too_large = plan(config, **wish)
-    for document in (planned, too_large):
-        assert find_mismatch(json.loads(json.dumps(document, allow_nan=False)), PlanDocument) is None
+    for document in (planned, too_large, probed):
+        require_schema({"document": "dpscope.plan", "version": 1, **document})
     assert [effect["what"] for effect in planned["effects"]][:2] == ["twice the batch", "checkpointed blocks"]
     assert not too_large["fits"]
 

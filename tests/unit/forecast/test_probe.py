@@ -42,3 +42,13 @@ def test_gaps_between_kernels_are_carried_over():
 def test_one_probe_shifts_the_peak():
     correct = Correction([truth(4)], [forecast(4)])
     assert correct(forecast(8), 8).peak_bytes == forecast(8).peak_bytes + 308
+
+
+@pytest.mark.parametrize(("low", "high"), [(900, 0), (0, 900), (900, 300), (-900, 900)])
+def test_what_happens_at_one_size_alone_is_no_line(low, high):
+    """Verification of a model takes more than a small batch's step, and less than a large one's."""
+    probes = [Probe(n, forecast(n).peak_bytes + missed, 1.0, 1.0) for n, missed in ((4, low), (8, high))]
+    correct = Correction(probes, [forecast(n) for n in (4, 8)])
+    assert correct.missed_bytes(64) == high
+    assert correct.missed_bytes(6) == (low + high) / 2
+    assert correct.missed_bytes(1) == low

@@ -52,6 +52,9 @@ SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
 
 
+Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
+
+
 class Trials(Protocol):
     def trial(self) -> AbstractContextManager[list[Any]]: ...
 
@@ -121,13 +124,14 @@ class SelfTest:
                 outputs, expected = self._ordinary(list(names.values()))
         if expected is None:
             return False
+        gradients = dict(zip(names.values(), expected, strict=True))
+        del expected
         with untouched(self.model), self.engine.state.trial(len(self.rows)):
-            wrong, sums, order, leaking = self._tapped(outputs)
+            wrong, norms, order, leaking = self._tapped(outputs, gradients)
         if wrong and self._is_random():
             return False  # what draws random numbers sample by sample draws others than for a batch
         named = {parameter: name for name, parameter in names.items()}
-        gradients = dict(zip(names.values(), expected, strict=True))
-        bad = self._bad_sums(gradients, sums) or leaking
+        bad = self._bad_sums(norms) or leaking
         if bad:
             self._raise_for(bad, order, named)
         if wrong:
@@ -172,13 +176,14 @@ class SelfTest:
         return [output.detach() for output in outputs], list(found)
 
     def _tapped(
-        self, expected: list[Tensor]
-    ) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter], dict[nn.Parameter, float]]:
+        self, expected: list[Tensor], gradients: dict[nn.Parameter, Tensor | None]
+    ) -> tuple[str, Norms, list[nn.Parameter], dict[nn.Parameter, float]]:
         """Return four results of the tapped model.
 
-        They are how outputs differ, the engine's weighted sums, parameters in the order of the backward pass, and
-        parameters that have something for a silent sample. `expected` is emptied first, because outputs may be the
-        largest tensors of a step.
+        They are how outputs differ, how far the engine's weighted sums are from autograd's gradients, parameters in
+        the order of the backward pass, and parameters that have something for a silent sample. `expected` is emptied
+        first, because outputs may be the largest tensors of a step, and `gradients` one by one: beside them no more
+        than a few sums are held, so that the test takes no more memory than an ordinary step.
         """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
@@ -196,26 +201,41 @@ class SelfTest:
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
         weights = self.weights.where(self.first_half, SILENT_WEIGHT)
-        sums = self._sums(recorded, weights if self.has_rows else torch.ones_like(weights))
+        norms: Norms = {}
+
+        def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
+            truth = gradients.pop(parameter)
+            nothing = parameter.new_zeros(())
+            truth = nothing if truth is None else truth
+            norms[parameter] = _norm((nothing if mine is None else mine) - truth), _norm(truth)
+
+        self._give_sums(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
+        del recorded
+        for parameter in list(gradients):
+            compare(parameter, None)
         if not self.has_rows or len(self.rows) < 2:
-            return wrong, sums, order, {}
+            return wrong, norms, order, {}
+        others: dict[nn.Parameter, Tensor] = {}
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
-            others = self._sums(self.engine.state.take_recorded(), self.first_half.to(weights))
-        return wrong, sums, order, _not_zero(others)
+            silent, weights = self.engine.state.take_recorded(), self.first_half.to(weights)
+            self._give_sums(silent, weights, lambda parameter, total: others.update({parameter: _norm(total)}))
+        return wrong, norms, order, _not_zero(others)
 
-    def _sums(self, recorded: Recorded, weights: Tensor) -> dict[nn.Parameter, Tensor]:
+    def _give_sums(self, recorded: Recorded, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Give the engine's weighted sums of trained parameters to `take`, a few at a time."""
         recorded = [(slot, parts) for slot, parts in recorded if parts]
         if not recorded:
-            return {}
+            return
         with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
             micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
             micro.clipping = replace(micro.clipping, scale=weights.to(micro.clipping.scale).unsqueeze(0))
-            found: dict[nn.Parameter, Tensor] = {}
+            del recorded
             for batch in micro.sums(into=None, factored=False):
-                found.update(zip(batch.parameters, batch.tensors, strict=True))
+                for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+                    take(parameter, total)
+                del batch, total
         self.engine.path_rules.close()
-        return found
 
     # -- cotangents ----------------------------------------------------------------------------------------------------
 
@@ -268,21 +288,12 @@ class SelfTest:
                 runs.append(tensors_in(self.model.forward(*args, **kwargs)))
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
 
-    def _bad_sums(
-        self, expected: dict[nn.Parameter, Tensor | None], found: dict[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, float]:
+    def _bad_sums(self, norms: Norms) -> dict[nn.Parameter, float]:
         """Return the parameters whose sums differ, with the relative error."""
-        errors, sizes = [], []
-        for parameter, gradient in expected.items():
-            mine = found.get(parameter)
-            nothing = parameter.new_zeros(())
-            truth = nothing if gradient is None else gradient
-            sizes.append(_norm(truth))
-            errors.append(_norm((nothing if mine is None else mine) - truth))
-        error, size = (torch.stack(each).tolist() for each in (errors, sizes))  # one wait for the device each
+        error, size = (torch.stack(each).tolist() for each in zip(*norms.values(), strict=True))  # one wait each
         whole = math.hypot(*(each for each in size if math.isfinite(each)))
         bad = {}
-        for parameter, off, own in zip(expected, error, size, strict=True):
+        for parameter, off, own in zip(norms, error, size, strict=True):
             share, floor = _HALF_SUMS if self.coarse or is_coarse(parameter) else _SUMS.get(parameter.dtype, _HALF_SUMS)
             if math.isfinite(own) and not off <= share * own + floor * whole:  # what is no number has no size
                 bad[parameter] = off / max(own, 1e-30)
@@ -320,9 +331,9 @@ def _rounds_inside(outputs: list[Tensor]) -> bool:
     )
 
 
-def _not_zero(sums: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
-    sizes = torch.stack([_norm(total) for total in sums.values()]).tolist() if sums else []
-    return {parameter: size for parameter, size in zip(sums, sizes, strict=True) if size and math.isfinite(size)}
+def _not_zero(norms: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
+    sizes = torch.stack(list(norms.values())).tolist() if norms else []
+    return {parameter: size for parameter, size in zip(norms, sizes, strict=True) if size and math.isfinite(size)}
 
 
 def _norm(tensor: Tensor) -> Tensor:
