@@ -208,6 +208,8 @@ def test_what_is_not_served(backend: str) -> None:
 
 
 def test_tiles_leave_little_empty() -> None:
-    assert default_tiles(64, 147, 4)[:2] == (64, 64)
-    assert default_tiles(512, 4608, 2)[:2] == (128, 128)
-    assert default_tiles(4, 36, 4)[:2] == (16, 64)
+    assert default_tiles(64, 147, 12544, pointwise=False)[:2] == (64, 64)
+    assert default_tiles(512, 4608, 49, pointwise=False)[:2] == (128, 128)
+    assert default_tiles(4, 36, 196, pointwise=False)[:2] == (16, 64)
+    assert default_tiles(128, 512, 784, pointwise=True) == (128, 128, 64, 8, 3)
+    assert default_tiles(2048, 512, 49, pointwise=True)[:2] == (128, 64)
