@@ -236,18 +236,18 @@ def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = 
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::new_empty")
 def conv_products(
-    product: ConvProduct, dtype: torch.dtype | None, *, basis: Tensor | None = None
+    product: ConvProduct, dtype: torch.dtype | None, *, directions: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """Return values (B, O, d) in `dtype`, or None if no dtype is given, and parts of their squared norms.
 
-    Parts are (B, n) float64, to be added up. With `basis`, (2, O, d) float32, they are (B, columns, 3, O): squares of
-    each row and its products with both rows of the basis.
+    Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
+    row the squares, the sum, and the product with its direction.
     """
     plan, new = product.plan, product.g.new_empty
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
-    shape = (plan.batch, plan.tiles) if basis is None else (plan.batch, plan.columns, 3, plan.outs)
+    shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
-    operands = (product.x, product.g, values, parts, basis)
+    operands = (product.x, product.g, values, parts, directions)
     _launch(_conv_products_kernel, product, plan.batch * plan.tiles, operands, operands)
     _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
     return values, parts
@@ -353,7 +353,7 @@ _INTEGERS = (
 
 @partial(jit, do_not_specialize=_INTEGERS)
 def _conv_products_kernel(
-    x, g, values, parts, basis,
+    x, g, values, parts, directions,
     images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
     WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -401,17 +401,16 @@ def _conv_products_kernel(
     acc = acc * factor
     back = 1.0 / factor.to(tl.float64)
     squares = tl.sum(acc * acc, axis=1)
-    if basis is None:
+    if directions is None:
         tl.store(parts + tl.program_id(0), tl.sum(squares, axis=0).to(tl.float64) * back * back)
     else:
         outs = groups * p
-        rows_of_basis = basis + row.to(tl.int64)[:, None] * d + n[None, :]
-        along = tl.sum(acc * tl.load(rows_of_basis, mask=inside, other=0.0), axis=1)
-        across = tl.sum(acc * tl.load(rows_of_basis + outs.to(tl.int64) * d, mask=inside, other=0.0), axis=1)
+        direction = tl.load(directions + row.to(tl.int64)[:, None] * d + n[None, :], mask=inside, other=0.0)
+        along = tl.sum(acc * direction, axis=1)
         slots = parts + (b * columns + tile % columns) * 3 * outs + row
         tl.store(slots, squares.to(tl.float64) * back * back, mask=o_in)
-        tl.store(slots + outs, along.to(tl.float64) * back, mask=o_in)
-        tl.store(slots + 2 * outs, across.to(tl.float64) * back, mask=o_in)
+        tl.store(slots + outs, tl.sum(acc, axis=1).to(tl.float64) * back, mask=o_in)
+        tl.store(slots + 2 * outs, along.to(tl.float64) * back, mask=o_in)
 
 
 @partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))

@@ -181,7 +181,7 @@ class Derived:
         self.q, self.w, self.gain, self.tell, self.others = q, w, gain, tell, others
         self.versions = self._versions()
         self.basis = basis_of(w)
-        values, self.products = patches.products_along(self.basis, keep=patches.decision.path == KEEP)
+        values, self.products = patches.products_along(self.basis[1], keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
         self.form: RowForm | None = None
         self.squared: Tensor | None = None

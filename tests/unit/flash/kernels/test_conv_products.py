@@ -54,13 +54,13 @@ def test_values_norms_and_sums_are_those_of_autograd(name: str, tiles: ConvTiles
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["three by three", "odd"])
-def test_products_with_a_basis_are_those_of_the_stored_values(name: str) -> None:
+def test_sums_and_products_of_rows_are_those_of_the_stored_values(name: str) -> None:
     x, g, geometry, shape = operands(name)
-    basis = torch.randn(2, shape[0], torch.Size(shape[1:]).numel())
+    directions = torch.randn(shape[0], torch.Size(shape[1:]).numel())
     product = ConvProduct(x, g, geometry, in_tf32=False, tiles=ConvTiles(16, 32, 16, 1, 1))
-    values, parts = conv_products(product, torch.float32, basis=basis)
+    values, parts = conv_products(product, torch.float32, directions=directions)
     rows = values.double()
-    expected = torch.stack([rows.square().sum(2), *((rows * e.double()).sum(2) for e in basis)], 1)
+    expected = torch.stack([rows.square().sum(2), rows.sum(2), (rows * directions.double()).sum(2)], 1)
     torch.testing.assert_close(parts.sum(1), expected, rtol=1e-5, atol=1e-4)
 
 
