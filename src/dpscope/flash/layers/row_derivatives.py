@@ -221,7 +221,11 @@ class Derived:
         return self.squared
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        total = self._known().applied(self.inner.clipped_sum(scale, None).unsqueeze(0), self.basis).squeeze(0)
+        return self.from_sum(self.inner.clipped_sum(scale, None), out)
+
+    def from_sum(self, total: Tensor, out: Tensor | None) -> Tensor:
+        """Return the clipped sum, given that of q, added into `out` where given."""
+        total = self._known().applied(total.unsqueeze(0), self.basis).squeeze(0)
         return total if out is None else out.add_(total)
 
     def of_gain(self) -> Tensor:
