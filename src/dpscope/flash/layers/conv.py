@@ -45,7 +45,7 @@ class Patches(Saved):
     Where a sample has k images, both have one dimension more: (B, k, C, *).
     """
 
-    __slots__ = ("_arranged", "by_kernel", "geometry", "in_tf32", "shape")
+    __slots__ = ("by_kernel", "geometry", "in_tf32", "shape")
     kind = "patches"
 
     def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
@@ -53,15 +53,11 @@ class Patches(Saved):
         self.geometry = geometry
         self.shape = shape  # of the weight
         self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
-        self._arranged: ConvProduct | None = None
         # Kernels that need no patches; depthwise layers have torch's.
         self.by_kernel = not _is_depthwise(shape, geometry) and serves_conv(self.first, self.g, geometry)
 
     def _product(self) -> ConvProduct:
-        """Return the operands as kernels read them; the norm's serve the sum as well."""
-        if self._arranged is None:
-            self._arranged = ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
-        return self._arranged
+        return ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
 
     def kept(self) -> Kept:
         """Return the per-sample gradients, with their norms where one kernel makes both."""
@@ -91,7 +87,6 @@ class Patches(Saved):
         """
         dtype = stored_dtype(self.g.dtype) if keep else None
         values, products = conv_products(self._product(), dtype, directions=directions)
-        self._arranged = None  # backward goes on, and needs the memory
         products = products.sum(1)
         products[:, 1] *= directions.shape[1] ** -0.5
         return None if values is None else values.view(-1, *self.shape), products
