@@ -160,24 +160,14 @@ def _plan(
     tiles = tiles or default_tiles(p, d, length, pointwise=kernel == 1)
     columns = -(-d // tiles.block_n)
     each = at.groups * -(-p // tiles.block_o) * columns
-    integers: tuple[int, ...] = (
-        images,
-        length,
-        (length + missing) // word,
-        g[-1],
-        at.stride[0] * line,
-        at.stride[-1],
-        p,
-        d,
-        channels,
-    )
-    integers += (at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides))
+    integers = [images, length, (length + missing) // word, g[-1], at.stride[0] * line, at.stride[-1], p, d, channels]
+    integers += [at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides)]
     precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
     constants: dict[str, int | str] = {"WORD": word, "POINTWISE": kernel == 1, "PRECISION": precision}
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
     flops = 2 * batch * images * length * at.groups * p * d
-    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, integers, constants)
+    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, tuple(integers), constants)
 
 
 class ConvProduct:

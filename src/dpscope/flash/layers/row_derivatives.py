@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Kept, refuse_changed, take_rows
+from dpscope.flash.gradients.contributions import Kept, refuse_changed
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import KEEP, PathRules
 from dpscope.flash.layers.conv import Patches
@@ -158,7 +158,26 @@ def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[
     return scale, inside, lengths, errors
 
 
-class Derived:
+class Later:
+    """A contribution that is known once the derivatives of all layers are. Rare uses of it take its values."""
+
+    __slots__ = ()
+    kind = "derived"
+
+    def materialise(self) -> Tensor:
+        raise NotImplementedError
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def taken(self, index: Tensor) -> Kept:
+        return Kept(self.materialise()).taken(index)
+
+    def folded(self, each: int, rules: PathRules) -> Kept:
+        return Kept(self.materialise()).folded(each, rules)
+
+
+class Derived(Later):
     """Per-sample gradients Jᵀv_b of a weight, held as those of q, which is made of it, and of a gain if there is one.
 
     products: (B, 3, O) float64, ‖v_bo‖² and Eᵀv_bo. tell: is told of the verdict on the weight's rows.
@@ -167,7 +186,6 @@ class Derived:
     __slots__ = (
         "__weakref__", "basis", "form", "gain", "inner", "others", "products", "q", "squared", "tell", "versions", "w",
     )  # fmt: skip
-    kind = "derived"
 
     def __init__(
         self,
@@ -202,15 +220,6 @@ class Derived:
             refuse_changed(name)
         self.inner.check_unchanged(name)
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
-
-    def taken(self, index: Tensor) -> Kept:
-        return Kept(take_rows(self.materialise(), index))
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return Kept(self.materialise()).folded(each, rules)
-
     def materialise(self) -> Tensor:
         form = self._known()
         return form.applied(self.inner.materialise().to(form.scale.dtype), self.basis)
@@ -243,15 +252,13 @@ class Derived:
         return self.form
 
 
-class OfGain:
-    """Per-sample gradients of the gain of a derived weight, known once the weight's derivative is."""
+class OfGain(Later):
+    """Per-sample gradients of the gain of a derived weight."""
 
-    __slots__ = ("_values", "weight")
-    kind = "derived"
+    __slots__ = ("weight",)
 
     def __init__(self, weight: Derived) -> None:
         self.weight = weight
-        self._values: Kept | None = None
 
     @property
     def batch_size(self) -> int:
@@ -260,28 +267,14 @@ class OfGain:
     def check_unchanged(self, name: str) -> None:
         self.weight.check_unchanged(name)
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
-
-    def kept(self) -> Kept:
-        if self._values is None:
-            self._values = Kept(self.weight.of_gain())
-        return self._values
-
-    def taken(self, index: Tensor) -> Kept:
-        return self.kept().taken(index)
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return self.kept().folded(each, rules)
-
     def materialise(self) -> Tensor:
-        return self.kept().values
+        return self.weight.of_gain()
 
     def norms_squared(self) -> Tensor:
-        return self.kept().norms_squared()
+        return Kept(self.materialise()).norms_squared()
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return self.kept().clipped_sum(scale, out)
+        return Kept(self.materialise()).clipped_sum(scale, out)
 
 
 class Unknown:
