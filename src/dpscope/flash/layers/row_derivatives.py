@@ -31,6 +31,7 @@ from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import KEEP, PathRules
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.captures import own_capture
 
 PROBES = 3
 LEAST_OUTSIDE = 2.0**-12
@@ -103,16 +104,16 @@ def row_forms(
     qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], bases: Sequence[Tensor]
 ) -> tuple[RowForm, Tensor]:
     """Return the form of all rows of all weights, and which rows have it: (ΣO,). No two q share a parameter."""
-    generator = torch.Generator(weights[0].device)  # of its own: the model's random numbers stay
-    generator.manual_seed(sum(w.numel() for w in weights))
-    probes = [torch.randn(PROBES, *w.shape, dtype=w.dtype, device=w.device, generator=generator) for w in weights]
+    noise = _random(PROBES * max(w.numel() for w in weights), weights[0])
+    columns = [list(noise[: PROBES * w.numel()].view(PROBES, *w.shape)) for w in weights]
+    probes = list(map(list, zip(*columns, strict=True)))  # by probe, then by weight
     for k in (0, 1):
-        added = [basis[k].view_as(probe[k]) for basis, probe in zip(bases, probes, strict=True)]
-        torch._foreach_add_([probe[k] for probe in probes], added, alpha=_WEIGHT_OF_BASIS)
+        added = [basis[k].view_as(w) for basis, w in zip(bases, weights, strict=True)]
+        probes[k] = list(torch._foreach_add(probes[k], added, alpha=_WEIGHT_OF_BASIS))
     parameters = [*weights, *(gain for gain in gains if gain is not None)]
-    pulled = [_pulled(qs, parameters, [probe[k] for probe in probes]) for k in range(PROBES)]
+    pulled = [_pulled(qs, parameters, each) for each in probes]
     images = zip(*(found[: len(weights)] for found in pulled), strict=True)
-    measured = [_measured(*each) for each in zip(probes, images, bases, strict=True)]
+    measured = [_measured(*each) for each in zip(zip(*probes, strict=True), images, bases, strict=True)]
     scale, inside, lengths, errors = (torch.cat(each) for each in zip(*measured, strict=True))
     given = inside[:, :PROBES]  # (ΣO, PROBES, 2), and beside it what a linear map of it is to give: (ΣO, PROBES, 3)
     found = torch.cat([inside[:, PROBES:], _of_gains(weights, gains, pulled)], 2)
@@ -145,9 +146,21 @@ def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], gradients: Seque
         return torch.autograd.grad(qs, parameters, gradients, **options)
 
 
-def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
+def _random(count: int, like: Tensor) -> Tensor:
+    """Return numbers from -1 to 1, always the same: by no generator, which CUDA graphs would have to know of."""
+    return (
+        torch.arange(count, dtype=torch.float64, device=like.device)
+        .mul_(12.9898)
+        .sin_()
+        .mul_(43758.5453)
+        .frac_()
+        .to(like)
+    )
+
+
+def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
     """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
-    rows = torch.stack([*probes.flatten(2), *(image.flatten(1) for image in images)], 1)  # (O, 2·PROBES, n)
+    rows = torch.stack([each.flatten(1) for each in (*probes, *images)], 1)  # (O, 2·PROBES, n)
     lengths = torch.linalg.vector_norm(rows, dim=2)
     across = basis.transpose(0, 1)
     inside = torch.bmm(rows, across.mT)
@@ -317,11 +330,14 @@ def _find(members: list[Derived]) -> None:
     given = [each.q for each in members], weights, [each.gain for each in members], [each.basis for each in members]
     form, fits = row_forms(*given)
     squares = form.squares(torch.cat([each.products for each in members], 2))
-    verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
+    verdict = None  # a replayed graph tells nobody: its samples have no share where rows do not fit
+    if own_capture() is None:
+        verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
     forms = zip(*(torch.split(each, sizes) for each in form), strict=True)
     for index, (member, own, of_it) in enumerate(zip(members, forms, torch.split(squares, sizes, 1), strict=True)):
         member.form, member.squared = RowForm(*own), of_it.sum(1)
-        member.tell(verdict, index)
+        if verdict is not None:
+            member.tell(verdict, index)
         del member.q
 
 
