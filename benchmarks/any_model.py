@@ -12,7 +12,10 @@ first step is timed apart: the engine verifies the model in it. Kernels of the s
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
+import pstats
 import re
 import statistics
 import time
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash import DPFlashOptimizer, FlashEngine
+from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
 
 BLOCKS, STEPS, WARMUP = 5, 4, 5
 KERNELS = 22
@@ -178,6 +181,7 @@ class Loop:
     def __init__(self, row: Row, device: str, private: bool) -> None:
         torch.manual_seed(0)
         self.row, self.device = row, device
+        self.graphed: Callable[[Any], Tensor] | None = None
         self.model = row.model().to(device)
         batch = row.batch()
         self.batch = batch.to(device) if isinstance(batch, Tensor) else tuple(each.to(device) for each in batch)
@@ -189,7 +193,23 @@ class Loop:
             self.optimizer = DPFlashOptimizer(self.optimizer, engine=engine, **options)
             self.engine = engine
 
+    def graph(self) -> None:
+        """Replay the private step as a CUDA graph from now on."""
+        self.optimizer.zero_grad()
+        autocast = torch.autocast(
+            self.device, dtype=self.row.dtype or torch.bfloat16, enabled=self.row.dtype is not None
+        )
+
+        def loss(batch: Any) -> Tensor:
+            with autocast:
+                return self.row.losses(self.model, batch).mean()
+
+        self.graphed = make_graphed_step(loss, self.optimizer)
+
     def step(self) -> None:
+        if self.graphed is not None:
+            self.graphed(self.batch)
+            return
         self.optimizer.zero_grad()
         with torch.autocast(self.device, dtype=self.row.dtype or torch.bfloat16, enabled=self.row.dtype is not None):
             loss = self.row.losses(self.model, self.batch).mean()
@@ -238,6 +258,18 @@ def measure(row: Row, device: str) -> tuple[dict[str, Any], list[Loop]]:
     return found, loops
 
 
+def measure_graphed(loops: list[Loop]) -> dict[str, float]:
+    """The private step as a CUDA graph, beside the standard one."""
+    standard, private = loops
+    private.graph()
+    private.block(WARMUP)
+    times = [(standard.block(STEPS), private.block(STEPS)) for _ in range(BLOCKS)]
+    return {
+        "graphed_ms": statistics.median(graphed for _, graphed in times),
+        "graphed_ratio": statistics.median(graphed / standard for standard, graphed in times),
+    }
+
+
 def profile(loops: list[Loop], device: str) -> str:
     """The costliest kernels of a standard and of a private step, the time the device is busy, and the host's time."""
     lines = []
@@ -263,11 +295,26 @@ def profile(loops: list[Loop], device: str) -> str:
     return "\n".join(lines)
 
 
+def host_profile(loop: Loop) -> str:
+    """Functions of three private steps by their own time on the host, backward in this thread."""
+    profiler, text = cProfile.Profile(), io.StringIO()
+    with torch.autograd.set_multithreading_enabled(False):
+        loop.block(1)
+        profiler.enable()
+        loop.block(3)
+        profiler.disable()
+    stats = pstats.Stats(profiler, stream=text)
+    for order in ("tottime", "cumtime"):
+        stats.sort_stats(order).print_stats(50)
+    return text.getvalue()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", nargs="*", default=[], help="patterns of rows' names")
+    parser.add_argument("--graphed", action="store_true", help="time private steps as CUDA graphs, too")
     parser.add_argument("--profile", action="store_true", help="list kernels of every row, not of the slowest alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -298,7 +345,17 @@ def main() -> None:
         if options.profile and loops:
             text = profile(loops, device)
             (options.out / f"profile-{name}.txt").write_text(text)
+            (options.out / f"host-{name}.txt").write_text(host_profile(loops[1]))
             print(text, flush=True)
+        if options.graphed and loops:
+            try:
+                graphed = measure_graphed(loops)
+                found |= graphed
+                lines.append(f"{row.name:22} graphed  {graphed['graphed_ms']:8.1f} ms  {graphed['graphed_ratio']:.2f}x")
+            except Exception as error:
+                lines.append(f"{row.name:22} graphed: {type(error).__name__}: {str(error)[:200]}")
+            (options.out / f"any-model-{name}.json").write_text(json.dumps(found, indent=1))
+            print(lines[-1], flush=True)
         del loops
         if device == "cuda":
             torch.cuda.empty_cache()

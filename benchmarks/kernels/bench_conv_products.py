@@ -42,6 +42,10 @@ class Shape(NamedTuple):
     size: int
     count: int  # in a ResNet-50, or a WRN-40-4
 
+    def default_tiles(self) -> ConvTiles:
+        length = ((self.size + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1) ** 2
+        return default_tiles(self.outs, self.channels * self.kernel**2, length, pointwise=self.kernel == 1)
+
     def __str__(self) -> str:
         return f"{self.batch} x {self.channels}-{self.outs} k{self.kernel} s{self.stride} {self.size}²"
 
@@ -85,7 +89,7 @@ def configurations() -> Iterator[tuple[Shape, torch.dtype, str, ConvTiles]]:
     for shape in SHAPES:
         for dtype in DTYPES:
             for mode in MODES:
-                for tiles in {*TILES, default_tiles(shape.outs, shape.channels * shape.kernel**2, dtype.itemsize)}:
+                for tiles in {*TILES, shape.default_tiles()}:
                     yield shape, dtype, mode, tiles
 
 
@@ -167,7 +171,7 @@ def main() -> None:
             row["cudnn"] = milliseconds(wgrad(x, g, geometry))
             row["bmm"] = milliseconds(by_patches(x, g, geometry))
             row["error"] = error(x, g, geometry)
-            default = default_tiles(shape.outs, shape.channels * shape.kernel**2, dtype.itemsize)
+            default = shape.default_tiles()
             for mode in MODES:
                 times = {tiles: milliseconds(call_of(mode, x, g, geometry, tiles)) for tiles in {*TILES, default}}
                 best = min(times, key=lambda tiles: times[tiles])

@@ -66,7 +66,10 @@ DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
 TF32_RATES = Rates(3e14, 2.5e14, 128)
-CONV_RATE = 1e14  # operations a second of the kernel for windows, in TF32 and half precision
+# Operations a second of the kernel for windows, in TF32 and half precision: 2.3e13 at 49 positions, 6.8e13 at 784
+# (H200, 2026-11-16, benchmarks/kernels/bench_conv_products.py). Gram norms of patches are a layer's own launches.
+CONV_RATE = 5e13
+PATCHES_LAUNCHES = 2e-4  # seconds of the host
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
 NORMED_LAUNCH = 2e-5  # seconds that the host gives to a kernel of its own, where Gram norms of all layers share one
@@ -196,7 +199,7 @@ def path_costs(
     def cost(operations: float, moved: float, kept: float, seconds: float) -> PathCost:
         return PathCost(operations, moved, kept, seconds + moved / BYTES_PER_SECOND)
 
-    in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
+    in_tiles = grams * tiled_square(length, rates.tile) / rates.gram + (PATCHES_LAUNCHES if by_kernel else 0.0)
     return {
         RANK1: cost(products + 2.0 * length * grams, total + held + patches + unfolds, held, sums),
         GRAM: cost(products + length**2 * grams, total + again + copies + patches + unfolds, held, sums + in_tiles),

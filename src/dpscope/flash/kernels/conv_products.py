@@ -31,9 +31,10 @@ Served: bfloat16, float16 and float32, one or two spatial dimensions. Callers ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +42,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
-from dpscope.flash.kernels.triton_runtime import Backend, constant, dot, jit, launch_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import (
+    INTERPRETED,
+    Backend,
+    constant,
+    device_index,
+    dot,
+    jit,
+    launch_on,
+    tl,
+    triton,
+    use_triton,
+)
+from dpscope.flash.torch_side import dry_run
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.families import GEMM
 from dpscope.vocabulary.launches import Launch, announce
+
+LONG_IMAGES = 512
+"""Positions from which kernels of one element take long steps."""
 
 _SERVED = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
@@ -94,10 +110,21 @@ class ConvTiles(NamedTuple):
     num_stages: int
 
 
-def default_tiles(p: int, d: int, itemsize: int) -> ConvTiles:
-    """Return the tile for p rows and d columns of a group."""
-    block_o, block_n = (_block(size) for size in (p, d))
-    return ConvTiles(block_o, block_n, 32 if itemsize == 4 else 64, 8 if block_o * block_n > 8192 else 4, 3)
+def default_tiles(p: int, d: int, length: int, *, pointwise: bool) -> ConvTiles:
+    """Return the tile for p rows, d columns and `length` positions: the fastest on an H200, or near it (2026-11-16).
+
+    Windows are copied four bytes at a time, so that square tiles, which load least for a product, are best. Kernels of
+    one element are copied in words of 16 bytes: long steps, and small tiles where a sample has few of them.
+    """
+    block_o, block_n = _block(p), _block(d)
+    if pointwise and length >= LONG_IMAGES:
+        wide = block_o == block_n == 128
+        return (
+            ConvTiles(block_o, block_n, 64, 8, 3) if wide else ConvTiles(min(64, block_o), min(64, block_n), 64, 4, 4)
+        )
+    if pointwise or block_o < 128:
+        return ConvTiles(block_o, min(64, block_n), 32, 4, 3)
+    return ConvTiles(block_o, block_n, 32, 8 if block_n == 128 else 4, 3)
 
 
 def _block(size: int) -> int:
@@ -130,27 +157,17 @@ def _plan(
     line = sides[-1] if n == 2 else 0
     missing = -length % 8 if length % (4 if dtype == torch.float32 else 2) else 0
     word = math.gcd(length + missing, 8)
-    tiles = tiles or default_tiles(p, d, dtype.itemsize)
+    tiles = tiles or default_tiles(p, d, length, pointwise=kernel == 1)
     columns = -(-d // tiles.block_n)
     each = at.groups * -(-p // tiles.block_o) * columns
-    integers: tuple[int, ...] = (
-        images,
-        length,
-        (length + missing) // word,
-        g[-1],
-        at.stride[0] * line,
-        at.stride[-1],
-        p,
-        d,
-        channels,
-    )
-    integers += (at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides))
+    integers = [images, length, (length + missing) // word, g[-1], at.stride[0] * line, at.stride[-1], p, d, channels]
+    integers += [at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides)]
     precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
     constants: dict[str, int | str] = {"WORD": word, "POINTWISE": kernel == 1, "PRECISION": precision}
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
     flops = 2 * batch * images * length * at.groups * p * d
-    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, integers, constants)
+    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, tuple(integers), constants)
 
 
 class ConvProduct:
@@ -209,21 +226,19 @@ def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = 
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::new_empty")
 def conv_products(
-    product: ConvProduct, dtype: torch.dtype | None, *, basis: Tensor | None = None
+    product: ConvProduct, dtype: torch.dtype | None, *, directions: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """Return values (B, O, d) in `dtype`, or None if no dtype is given, and parts of their squared norms.
 
-    Parts are (B, n) float64, to be added up. With `basis`, (2, O, d) float32, they are (B, columns, 3, O): squares of
-    each row and its products with both rows of the basis.
+    Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
+    row the squares, the sum, and the product with its direction.
     """
     plan, new = product.plan, product.g.new_empty
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
-    shape = (plan.batch, plan.tiles) if basis is None else (plan.batch, plan.columns, 3, plan.outs)
+    shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
-    with launch_on(product.g.device):
-        _conv_products_kernel[(plan.batch * plan.tiles,)](
-            product.x, product.g, values, parts, basis, *plan.arguments, **plan.constants
-        )
+    operands = (product.x, product.g, values, parts, directions)
+    _launch(_conv_products_kernel, product, plan.batch * plan.tiles, operands, operands)
     _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
     return values, parts
 
@@ -236,12 +251,47 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     parts = -(-plan.batch // each)
     totals = product.g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
     scale = scale.float().contiguous()
-    with launch_on(product.g.device):
-        _conv_sum_kernel[(parts * plan.tiles,)](
-            product.x, product.g, totals, scale, plan.batch, each, MIN_SCALE, *plan.arguments, **plan.constants
-        )
+    operands = (product.x, product.g, totals, scale)
+    arguments = (*operands, plan.batch, each, MIN_SCALE)
+    _launch(_conv_sum_kernel, product, parts * plan.tiles, operands, arguments)
     _announce(_conv_sum_kernel, product, [scale], [totals])
     return totals[0] if parts == 1 else totals.sum(0)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, product: ConvProduct, programs: int, operands: Sequence[Tensor | None], arguments: tuple[Any, ...]
+) -> None:
+    """Launch a kernel; one that is compiled is called directly.
+
+    Triton's own way to it looks at every argument once more, and a network has a hundred launches a step. No integer is
+    specialised, so that dtypes, constants and the alignment of the operands decide which kernel it is.
+    """
+    plan, device = product.plan, product.g.device
+    constants = tuple(plan.constants.values())
+    key: tuple[Any, ...] | None = None
+    if _calls_directly() and device.type == "cuda" and dry_run.current() is None:
+        there = [each for each in operands if each is not None]
+        if not any(each.data_ptr() % 16 for each in there):
+            dtypes = (None if each is None else each.dtype for each in operands)
+            key = (kernel.__name__, device_index(device), *dtypes, *constants)
+    with launch_on(device):
+        compiled = _compiled.get(key) if key is not None else None
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments, *plan.arguments, *constants[:-2])  # not num_warps and num_stages
+            return
+        compiled = kernel[(programs,)](*arguments, *plan.arguments, **plan.constants)
+        if key is not None:
+            _compiled[key] = compiled
+
+
+@cache
+def _calls_directly() -> bool:
+    """Return True if compiled kernels take the arguments of their launchers: from Triton 3.6 on, as they were tried."""
+    version = "0" if triton is None or INTERPRETED else triton.__version__
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 6)
 
 
 def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: list[Tensor]) -> None:
@@ -287,13 +337,13 @@ def _multiply(
 
 _INTEGERS = (
     "images", "length", "words", "width_out", "line", "step", "p", "d", "channels", "groups", "kernel", "kernel_w",
-    "line_tap", "tap",
+    "line_tap", "tap", "area",
 )  # fmt: skip
 
 
 @partial(jit, do_not_specialize=_INTEGERS)
 def _conv_products_kernel(
-    x, g, values, parts, basis,
+    x, g, values, parts, directions,
     images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
     WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -341,17 +391,16 @@ def _conv_products_kernel(
     acc = acc * factor
     back = 1.0 / factor.to(tl.float64)
     squares = tl.sum(acc * acc, axis=1)
-    if basis is None:
+    if directions is None:
         tl.store(parts + tl.program_id(0), tl.sum(squares, axis=0).to(tl.float64) * back * back)
     else:
         outs = groups * p
-        rows_of_basis = basis + row.to(tl.int64)[:, None] * d + n[None, :]
-        along = tl.sum(acc * tl.load(rows_of_basis, mask=inside, other=0.0), axis=1)
-        across = tl.sum(acc * tl.load(rows_of_basis + outs.to(tl.int64) * d, mask=inside, other=0.0), axis=1)
+        direction = tl.load(directions + row.to(tl.int64)[:, None] * d + n[None, :], mask=inside, other=0.0)
+        along = tl.sum(acc * direction, axis=1)
         slots = parts + (b * columns + tile % columns) * 3 * outs + row
         tl.store(slots, squares.to(tl.float64) * back * back, mask=o_in)
-        tl.store(slots + outs, along.to(tl.float64) * back, mask=o_in)
-        tl.store(slots + 2 * outs, across.to(tl.float64) * back, mask=o_in)
+        tl.store(slots + outs, tl.sum(acc, axis=1).to(tl.float64) * back, mask=o_in)
+        tl.store(slots + 2 * outs, along.to(tl.float64) * back, mask=o_in)
 
 
 @partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))

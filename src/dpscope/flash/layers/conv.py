@@ -80,11 +80,16 @@ class Patches(Saved):
             patches, rows = (_images_along_positions(each, images, groups) for each in (patches, rows))
         return Outer(patches.mT, rows.mT, self.decision)
 
-    def products_along(self, basis: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor]:
-        """Return per-sample gradients, if kept, and (B, 3, O) float64: squares of rows, products with (2, O, n)."""
+    def products_along(self, directions: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor]:
+        """Return per-sample gradients, if kept, and (B, 3, O) float64 of their rows.
+
+        Those are squares, products with a constant row of length one, and products with `directions`, (O, n).
+        """
         dtype = stored_dtype(self.g.dtype) if keep else None
-        values, products = conv_products(self._product(), dtype, basis=basis)
-        return None if values is None else values.view(-1, *self.shape), products.sum(1)
+        values, products = conv_products(self._product(), dtype, directions=directions)
+        products = products.sum(1)
+        products[:, 1] *= directions.shape[1] ** -0.5
+        return None if values is None else values.view(-1, *self.shape), products
 
     def taken(self, index: Tensor) -> Patches:
         x, g = take_rows(self.first, index), take_rows(self.g, index)

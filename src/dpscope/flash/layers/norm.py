@@ -6,6 +6,7 @@ and kept. The gradient of x comes from torch's own kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -181,7 +182,7 @@ class GroupNormTap(NormTap):
         x, weight, bias = self.norm_operands(x, self.probe)
         x = x.contiguous()
         batch, channels = x.shape[:2]
-        positions = x[0, 0].numel()
+        positions = math.prod(x.shape[2:])
         ctx.groups = groups = getattr(self.module, self._groups_name)
         output, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, positions, groups, self.eps)
         ctx.save_for_backward(x, weight, mean, rstd)
@@ -191,7 +192,7 @@ class GroupNormTap(NormTap):
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
         batch, channels = x.shape[:2]
-        g, positions = g.to(x.dtype).contiguous(), x[0, 0].numel()  # the kernel takes g to be contiguous
+        g, positions = g.to(x.dtype).contiguous(), math.prod(x.shape[2:])  # the kernel takes g to be contiguous
         needs_sums, folds = needs_weight or needs_bias, batch * ctx.groups <= MOST_GROUPS
         dx, weight_sums, bias_sums = _group_norm_backward(
             g.view(1, batch * channels, -1),

@@ -26,11 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Kept, refuse_changed, take_rows
+from dpscope.flash.gradients.contributions import Kept, refuse_changed
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import KEEP, PathRules
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.captures import own_capture
 
 PROBES = 3
 LEAST_OUTSIDE = 2.0**-12
@@ -103,16 +104,16 @@ def row_forms(
     qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], bases: Sequence[Tensor]
 ) -> tuple[RowForm, Tensor]:
     """Return the form of all rows of all weights, and which rows have it: (ΣO,). No two q share a parameter."""
-    generator = torch.Generator(weights[0].device)  # of its own: the model's random numbers stay
-    generator.manual_seed(sum(w.numel() for w in weights))
-    probes = [torch.randn(PROBES, *w.shape, dtype=w.dtype, device=w.device, generator=generator) for w in weights]
+    noise = _random(PROBES * max(w.numel() for w in weights), weights[0])
+    columns = [list(noise[: PROBES * w.numel()].view(PROBES, *w.shape)) for w in weights]
+    probes = list(map(list, zip(*columns, strict=True)))  # by probe, then by weight
     for k in (0, 1):
-        added = [basis[k].view_as(probe[k]) for basis, probe in zip(bases, probes, strict=True)]
-        torch._foreach_add_([probe[k] for probe in probes], added, alpha=_WEIGHT_OF_BASIS)
+        added = [basis[k].view_as(w) for basis, w in zip(bases, weights, strict=True)]
+        probes[k] = list(torch._foreach_add(probes[k], added, alpha=_WEIGHT_OF_BASIS))
     parameters = [*weights, *(gain for gain in gains if gain is not None)]
-    pulled = [_pulled(qs, parameters, [probe[k] for probe in probes]) for k in range(PROBES)]
+    pulled = [_pulled(qs, parameters, each) for each in probes]
     images = zip(*(found[: len(weights)] for found in pulled), strict=True)
-    measured = [_measured(*each) for each in zip(probes, images, bases, strict=True)]
+    measured = [_measured(*each) for each in zip(zip(*probes, strict=True), images, bases, strict=True)]
     scale, inside, lengths, errors = (torch.cat(each) for each in zip(*measured, strict=True))
     given = inside[:, :PROBES]  # (ΣO, PROBES, 2), and beside it what a linear map of it is to give: (ΣO, PROBES, 3)
     found = torch.cat([inside[:, PROBES:], _of_gains(weights, gains, pulled)], 2)
@@ -145,9 +146,21 @@ def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], gradients: Seque
         return torch.autograd.grad(qs, parameters, gradients, **options)
 
 
-def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
+def _random(count: int, like: Tensor) -> Tensor:
+    """Return numbers from -1 to 1, always the same: by no generator, which CUDA graphs would have to know of."""
+    return (
+        torch.arange(count, dtype=torch.float64, device=like.device)
+        .mul_(12.9898)
+        .sin_()
+        .mul_(43758.5453)
+        .frac_()
+        .to(like)
+    )
+
+
+def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
     """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
-    rows = torch.stack([*probes.flatten(2), *(image.flatten(1) for image in images)], 1)  # (O, 2·PROBES, n)
+    rows = torch.stack([each.flatten(1) for each in (*probes, *images)], 1)  # (O, 2·PROBES, n)
     lengths = torch.linalg.vector_norm(rows, dim=2)
     across = basis.transpose(0, 1)
     inside = torch.bmm(rows, across.mT)
@@ -158,7 +171,26 @@ def _measured(probes: Tensor, images: Sequence[Tensor], basis: Tensor) -> tuple[
     return scale, inside, lengths, errors
 
 
-class Derived:
+class Later:
+    """A contribution that is known once the derivatives of all layers are. Rare uses of it take its values."""
+
+    __slots__ = ()
+    kind = "derived"
+
+    def materialise(self) -> Tensor:
+        raise NotImplementedError
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def taken(self, index: Tensor) -> Kept:
+        return Kept(self.materialise()).taken(index)
+
+    def folded(self, each: int, rules: PathRules) -> Kept:
+        return Kept(self.materialise()).folded(each, rules)
+
+
+class Derived(Later):
     """Per-sample gradients Jᵀv_b of a weight, held as those of q, which is made of it, and of a gain if there is one.
 
     products: (B, 3, O) float64, ‖v_bo‖² and Eᵀv_bo. tell: is told of the verdict on the weight's rows.
@@ -167,7 +199,6 @@ class Derived:
     __slots__ = (
         "__weakref__", "basis", "form", "gain", "inner", "others", "products", "q", "squared", "tell", "versions", "w",
     )  # fmt: skip
-    kind = "derived"
 
     def __init__(
         self,
@@ -181,7 +212,7 @@ class Derived:
         self.q, self.w, self.gain, self.tell, self.others = q, w, gain, tell, others
         self.versions = self._versions()
         self.basis = basis_of(w)
-        values, self.products = patches.products_along(self.basis, keep=patches.decision.path == KEEP)
+        values, self.products = patches.products_along(self.basis[1], keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
         self.form: RowForm | None = None
         self.squared: Tensor | None = None
@@ -202,15 +233,6 @@ class Derived:
             refuse_changed(name)
         self.inner.check_unchanged(name)
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
-
-    def taken(self, index: Tensor) -> Kept:
-        return Kept(take_rows(self.materialise(), index))
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return Kept(self.materialise()).folded(each, rules)
-
     def materialise(self) -> Tensor:
         form = self._known()
         return form.applied(self.inner.materialise().to(form.scale.dtype), self.basis)
@@ -221,7 +243,11 @@ class Derived:
         return self.squared
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        total = self._known().applied(self.inner.clipped_sum(scale, None).unsqueeze(0), self.basis).squeeze(0)
+        return self.from_sum(self.inner.clipped_sum(scale, None), out)
+
+    def from_sum(self, total: Tensor, out: Tensor | None) -> Tensor:
+        """Return the clipped sum, given that of q, added into `out` where given."""
+        total = self._known().applied(total.unsqueeze(0), self.basis).squeeze(0)
         return total if out is None else out.add_(total)
 
     def of_gain(self) -> Tensor:
@@ -239,15 +265,13 @@ class Derived:
         return self.form
 
 
-class OfGain:
-    """Per-sample gradients of the gain of a derived weight, known once the weight's derivative is."""
+class OfGain(Later):
+    """Per-sample gradients of the gain of a derived weight."""
 
-    __slots__ = ("_values", "weight")
-    kind = "derived"
+    __slots__ = ("weight",)
 
     def __init__(self, weight: Derived) -> None:
         self.weight = weight
-        self._values: Kept | None = None
 
     @property
     def batch_size(self) -> int:
@@ -256,28 +280,14 @@ class OfGain:
     def check_unchanged(self, name: str) -> None:
         self.weight.check_unchanged(name)
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
-
-    def kept(self) -> Kept:
-        if self._values is None:
-            self._values = Kept(self.weight.of_gain())
-        return self._values
-
-    def taken(self, index: Tensor) -> Kept:
-        return self.kept().taken(index)
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return self.kept().folded(each, rules)
-
     def materialise(self) -> Tensor:
-        return self.kept().values
+        return self.weight.of_gain()
 
     def norms_squared(self) -> Tensor:
-        return self.kept().norms_squared()
+        return Kept(self.materialise()).norms_squared()
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return self.kept().clipped_sum(scale, out)
+        return Kept(self.materialise()).clipped_sum(scale, out)
 
 
 class Unknown:
@@ -320,11 +330,14 @@ def _find(members: list[Derived]) -> None:
     given = [each.q for each in members], weights, [each.gain for each in members], [each.basis for each in members]
     form, fits = row_forms(*given)
     squares = form.squares(torch.cat([each.products for each in members], 2))
-    verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
+    verdict = None  # a replayed graph tells nobody: its samples have no share where rows do not fit
+    if own_capture() is None:
+        verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
     forms = zip(*(torch.split(each, sizes) for each in form), strict=True)
     for index, (member, own, of_it) in enumerate(zip(members, forms, torch.split(squares, sizes, 1), strict=True)):
         member.form, member.squared = RowForm(*own), of_it.sum(1)
-        member.tell(verdict, index)
+        if verdict is not None:
+            member.tell(verdict, index)
         del member.q
 
 

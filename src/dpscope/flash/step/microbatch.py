@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -179,13 +179,15 @@ def sum_parts(
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
         yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
+    made = _sums_inside(parts, scale)
     batch, size = SumBatch([], [], None), 0
     for index, parameter in enumerate(parameters):
         if parts[index]:
             left, parts[index] = parts[index], ()
             out = into(parameter) if into else None
             for part in left:
-                out = part.clipped_sum(scale, out)
+                from_sum = made.pop(id(part), None)
+                out = part.clipped_sum(scale, out) if from_sum is None else from_sum(out)
             assert out is not None
             del left
             batch.parameters.append(parameter)
@@ -196,6 +198,14 @@ def sum_parts(
                 batch, size = SumBatch([], [], None), 0
     if batch.parameters:
         yield batch
+
+
+def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
+    """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
+    held: list[Any] = [part for of_it in parts for part in of_it]
+    held = [part for part in held if type(getattr(part, "inner", None)) is Kept]
+    sums = kept_sums([part.inner.values for part in held], scale) if held else []
+    return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
 def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:

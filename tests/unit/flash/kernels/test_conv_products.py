@@ -54,13 +54,13 @@ def test_values_norms_and_sums_are_those_of_autograd(name: str, tiles: ConvTiles
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["three by three", "odd"])
-def test_products_with_a_basis_are_those_of_the_stored_values(name: str) -> None:
+def test_sums_and_products_of_rows_are_those_of_the_stored_values(name: str) -> None:
     x, g, geometry, shape = operands(name)
-    basis = torch.randn(2, shape[0], torch.Size(shape[1:]).numel())
+    directions = torch.randn(shape[0], torch.Size(shape[1:]).numel())
     product = ConvProduct(x, g, geometry, in_tf32=False, tiles=ConvTiles(16, 32, 16, 1, 1))
-    values, parts = conv_products(product, torch.float32, basis=basis)
+    values, parts = conv_products(product, torch.float32, directions=directions)
     rows = values.double()
-    expected = torch.stack([rows.square().sum(2), *((rows * e.double()).sum(2) for e in basis)], 1)
+    expected = torch.stack([rows.square().sum(2), rows.sum(2), (rows * directions.double()).sum(2)], 1)
     torch.testing.assert_close(parts.sum(1), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -208,6 +208,8 @@ def test_what_is_not_served(backend: str) -> None:
 
 
 def test_tiles_leave_little_empty() -> None:
-    assert default_tiles(64, 147, 4)[:2] == (64, 64)
-    assert default_tiles(512, 4608, 2)[:2] == (128, 128)
-    assert default_tiles(4, 36, 4)[:2] == (16, 64)
+    assert default_tiles(64, 147, 12544, pointwise=False)[:2] == (64, 64)
+    assert default_tiles(512, 4608, 49, pointwise=False)[:2] == (128, 128)
+    assert default_tiles(4, 36, 196, pointwise=False)[:2] == (16, 64)
+    assert default_tiles(128, 512, 784, pointwise=True) == (128, 128, 64, 8, 3)
+    assert default_tiles(2048, 512, 49, pointwise=True)[:2] == (128, 64)
