@@ -6,6 +6,7 @@ import json
 import random
 import runpy
 import statistics
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -169,10 +170,14 @@ def test_the_benchmark_of_checkpointed_blocks_shows_held_and_recomputed_ones(cap
 
 
 @pytest.mark.slow
-def test_every_engine_and_the_trainer_can_be_measured_on_a_cpu(tmp_path):
+def test_every_engine_and_the_trainer_can_be_measured_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     rivals = load("rivals")
-    row = rivals.measure_method("functorch", "bf16", "decoder", tiny=True)
-    assert row["status"] == "ok" and len(row["times"]) == rivals.STEPS
-    found = rivals.measure_trainer(tmp_path, tiny=True)
+    monkeypatch.setitem(rivals.JOBS, "decoder", ("decoder", {"functorch": rivals.CELLS["functorch"]}))
+    rivals.run_job(tmp_path, "decoder", tiny=True, until=time.time() + 60)
+    row = rivals.figures_of(tmp_path, "decoder")["functorch"]
+    assert row["status"] == "ok" and len(row["times"]) == rivals.PAIRS
+    rivals.run_job(tmp_path, "trainer", tiny=True, until=time.time() + 60)
+    found = json.loads((tmp_path / "trainer.json").read_text())["rows"]
     assert [each["logical"] for each in found] == [8, 32]
     assert all(each["trainer_ms"] for each in found)

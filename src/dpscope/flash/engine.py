@@ -336,7 +336,7 @@ class FlashEngine:
 
     @contextmanager
     def capturing(self, static: StaticInputs) -> Iterator[None]:
-        """Inside, a micro-batch is captured in a CUDA graph: nothing is counted, and `static` gives bounds and rows."""
+        """Capture a micro-batch in a CUDA graph inside the block: nothing counts, `static` has bounds and rows."""
         before = self.norms, self.factors, self.nonfinite_samples
         self.static, self.nonfinite_samples = static, None
         try:

@@ -119,8 +119,11 @@ def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, 
         UserError: If the optimizer is not flash clipping's, or its model cannot be captured.
 
     Example:
-        >>> step = make_graphed_step(lambda x, y: F.cross_entropy(model(x), y), optimizer)  # doctest: +SKIP
-        >>> for x, y in loader:  # doctest: +SKIP
+        >>> engine = PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+        >>> step = make_graphed_step(lambda x, y: loss_fn(model(x), y), optimizer)
+        >>> for x, y in loader:
         ...     loss = step(x, y)
     """
     if not isinstance(optimizer, DPFlashOptimizer):

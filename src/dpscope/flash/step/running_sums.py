@@ -47,7 +47,7 @@ class RunningSums:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, sums come and go; afterwards they are those of before."""
+        """Restore the sums of before at the end of the block."""
         before = dict(self._held)
         try:
             yield

@@ -215,7 +215,7 @@ class StepState:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, a micro-batch is captured in a CUDA graph, which runs nothing; afterwards all is as it was before."""
+        """Capture a micro-batch in a CUDA graph inside the block, which runs nothing; restore all of it afterwards."""
         before = dict(vars(self))
         self._micro_batches, self._last_rows, self._observed = 0, None, None
         try:

@@ -41,7 +41,7 @@ def own_capture() -> OwnCapture | None:
 
 @contextmanager
 def capturing(capture: OwnCapture) -> Iterator[None]:
-    """Inside, what the current stream is asked for belongs to the engine's own capture."""
+    """Mark what the current stream is asked for inside the block as the engine's own capture."""
     _own.append(capture)
     try:
         yield
