@@ -91,7 +91,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tap.rehearsal.inside if tap.rehearsal is not None else not torch.is_grad_enabled():
         return _call(func, leaves, form)
     if _is_foreign(func):  # torch looks a function up by its name: a patched one would be applied twice
-        raise tap.cannot_follow("a function of torch was replaced")
+        raise tap.cannot_follow("a function of torch is replaced while the model runs: restore it before the step")
     others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")

@@ -1,0 +1,105 @@
+"""The untouched model is asked whether its samples mix; the self-test, whose gradient is whose."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_exact
+from tests.unit.flash.flash_models import sine_losses
+
+WIDTH = 6
+
+
+class Divided(nn.Module):
+    """Divides by the number of samples, by so little that outputs hardly show it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layer, self.branch, self.share = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.share * self.branch(x / len(x))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-6), (torch.float32, 1e-2)])
+def test_a_division_by_the_number_of_samples_is_found_by_one_sample_alone(dtype, share):
+    model = Divided(share).to(dtype)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="depends on how many samples"):
+        model(torch.randn(9, WIDTH, dtype=dtype))
+
+
+class Remembers(nn.Module):
+    """Adds a trace of the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.last = self.last, x.detach().mean()
+        return self.layer(x if before is None else x + 1e-4 * before)
+
+
+def test_a_trace_of_the_batch_before_is_found_however_small():
+    model = Remembers()
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="keeps something of its samples"):
+        model(torch.randn(8, WIDTH))
+
+
+class SmallTable(nn.Module):
+    """Reads a table that all samples share, as a tiny share of the output: rounding of sums hides its gradients."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.register_buffer("table", torch.randn(5, WIDTH))
+        self.small, self.large = nn.Linear(WIDTH, 1), nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.small(self.table[None]).view(-1)[x].unsqueeze(1)
+        return self.large(x.unsqueeze(1).to(self.table)) + self.share * chosen
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-5])
+def test_rows_that_are_not_the_samples_are_found_where_gradients_are_tiny(share):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        assert_exact(SmallTable(share), {"x": torch.tensor([0, 3, 1, 3])}, sine_losses)
+
+
+def test_a_table_with_as_many_rows_as_samples_is_told_from_what_relates_them():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 3)
+
+        def forward(self, ids: Tensor, table: Tensor) -> Tensor:
+            return self.layer(table[ids]).mean(1)
+
+    model, table = Looks(), torch.randn(5, WIDTH)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(6):
+            model(torch.randint(5, (5, 5)), table).sum().backward()
+            engine.finish()
+            engine.zero_grad()
+
+
+def test_a_replaced_function_of_torch_is_exact_or_refused_in_that_step():
+    class Scaled(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    model, own = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(WIDTH), nn.Linear(WIDTH, 3)), F.layer_norm
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            engine.finish()
+            engine.zero_grad()
+        replaced = mock.patch.object(F, "layer_norm", lambda *args, **kwargs: own(*args, **kwargs).sin())
+        with replaced, pytest.raises(UserError, match="replaced"):
+            model(torch.randn(4, WIDTH)).sum().backward()
