@@ -103,9 +103,9 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_foreign(func: Any) -> bool:
-    """Return whether a function that torch calls is none of torch's own."""
+    """Return whether a function that torch calls is neither torch's own nor one of this package."""
     module = getattr(func, "__module__", None)
-    return module is not None and module.partition(".")[0] != "torch"
+    return module is not None and module.partition(".")[0] not in ("torch", "dpscope")
 
 
 def _is_plain(result: object) -> bool:
