@@ -219,8 +219,7 @@ class FlashEngine:
     # -- what taps ask -----------------------------------------------------------------------------------------------
 
     def slot(self, parameter: Tensor | None) -> Slot:
-        assert isinstance(parameter, nn.Parameter)
-        slot = self._slots.get(parameter)
+        slot = self._slots.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if slot is None:
             name = next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
             raise UserError(

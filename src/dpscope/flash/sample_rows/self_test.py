@@ -309,7 +309,7 @@ class SelfTest:
         owner = self.model.get_submodule(name.rpartition(".")[0])
         reason = (
             f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
-            "its size)"
+            "its size). If a hook or an autograd.Function mixes samples in backward, remove it"
         )
         raise Mismatch([owner], reason)
 

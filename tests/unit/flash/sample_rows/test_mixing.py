@@ -59,6 +59,41 @@ def test_mixing_below_the_rounding_of_a_model_is_found_in_float64():
         model(torch.randn(8, 64))
 
 
+class MixedInBackward(torch.autograd.Function):
+    """Divides gradients by the norm of the whole batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / g.norm()
+
+
+def centred(x: Tensor) -> Tensor:
+    """Return x with a hook that takes the batch's mean from its gradients."""
+    if x.requires_grad:
+        x.register_hook(lambda g: g - g.mean(0))
+    return x
+
+
+class Backwards(nn.Module):
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(WIDTH, 4), nn.Linear(4, 3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("between", [MixedInBackward.apply, centred])
+def test_samples_that_meet_in_backward_are_refused(between):
+    model = Backwards(between)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="mixes samples in backward"):
+        model(torch.randn(8, WIDTH))
+
+
 class Remembers(nn.Module):
     """Adds a trace of the batch before."""
 
