@@ -311,7 +311,7 @@ def host_profile(loop: Loop) -> str:
     return text.getvalue()
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0915
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gates, untouched
+from dpscope.flash.sample_rows.rehearsal_run import Buffers, Snapshot, opened_gates
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
@@ -59,9 +59,15 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
+        self._snapshot: Snapshot | None = None
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        """Return a context after which the model, and all random states, are as they were before the first question."""
+        self._snapshot = self._snapshot or Snapshot(self.model)
+        return self._snapshot.kept()
 
     def has_different_samples(self) -> bool:
         """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
@@ -108,7 +114,7 @@ class Mixing(TriedCall):
 
     def _draws_random_numbers(self) -> bool:
         devices = cuda_devices(self.model)
-        with untouched(self.model):
+        with self._untouched():
             before = RandomStates.now(devices)
             self._outputs(self.rows(), None)
             return not before.equals(RandomStates.now(devices))
@@ -177,12 +183,12 @@ class Mixing(TriedCall):
 
     def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
         """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
-        with untouched(self.model):
+        with self._untouched():
             before = self._outputs(index, seed)
         for place in places or [RANDOM.randrange(len(index))]:
             others = [row for row in range(self.batch) if row not in index]
             others = others or [row for row in index if row != index[place]]
-            with untouched(self.model):
+            with self._untouched():
                 after = self._outputs([*index[:place], RANDOM.choice(others), *index[place + 1 :]], seed)
             if [each.shape for each in before] != [each.shape for each in after]:
                 return
@@ -210,11 +216,11 @@ class Mixing(TriedCall):
         Where random numbers are drawn they are others for fewer samples: nothing is said then.
         """
         rows = self.rows()
-        with untouched(self.model):
+        with self._untouched():
             many = self._outputs(rows, 1)
         for fewer in dict.fromkeys((1, len(rows) // 2)):  # some models do not take one sample alone
             try:
-                with untouched(self.model):
+                with self._untouched():
                     few = self._outputs(rows[:fewer], 1)
                 break
             except torch.OutOfMemoryError:
@@ -228,7 +234,7 @@ class Mixing(TriedCall):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
         if any(self._every_row_differs(*both, *sizes, self._confirmed_share(i, both[1])) for i, both in pairs):
-            with untouched(self.model):
+            with self._untouched():
                 again = self._outputs(rows, 2)
             if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
                 raise UserError(
@@ -274,7 +280,7 @@ class Mixing(TriedCall):
 
     def _whole_outputs(self, row: int | None) -> list[Tensor]:
         """Return the real outputs with at least one dimension, sample `row` replaced."""
-        with untouched(self.model):
+        with self._untouched():
             found = self._outputs(None if row is None else replaced(self.batch, row), None)
         return [value for value in found if value.dim() and value.is_floating_point()]
 
@@ -297,10 +303,11 @@ class Mixing(TriedCall):
 
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
         """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
-        with untouched(self.model):
-            with buffers_put_back(self.model):
-                first = rows if self.batch == 1 or not altered else self._shifted(rows)
-                self._outputs(first, 1, altered=altered and self.batch == 1)
+        with self._untouched():
+            buffers = Buffers(self.model)
+            first = rows if self.batch == 1 or not altered else self._shifted(rows)
+            self._outputs(first, 1, altered=altered and self.batch == 1)
+            buffers.put_back()
             return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
@@ -309,7 +316,7 @@ class Mixing(TriedCall):
         return [others[1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
-        with untouched(self.model):
+        with self._untouched():
             state = ModuleState(self.model)
             self._outputs(rows, 1)
             names = sorted(state.take_changes())
@@ -323,7 +330,7 @@ class Mixing(TriedCall):
         """Return what `note` gives after runs as it is, and with the first and the last sample replaced."""
         found = []
         for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
-            with untouched(self.model):
+            with self._untouched():
                 alone = self.batch == 1 and row is not None
                 self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
                 found.append(note())
