@@ -352,17 +352,21 @@ class FlashEngine:
         sums = dict(self.running_sums.items())
         return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
 
-    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
-        """Count a micro-batch that a graph has run, as `accumulate` does."""
+    def count_replay(self, size: int, rows: Rows | None) -> None:
+        """Count a micro-batch that a graph is about to run, as a closing does."""
+        refuse_hooks(self._slots.values(), guards=1)
         self.state.replay(size, rows)
+        if rows is not None:
+            self.padding.add(rows)
+        self.state.count(size if rows is None else rows.real, self.clip.sensitivity(), rows)
+
+    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+        """Take what the graph has filled."""
         real = size if rows is None else rows.real
-        self.norms, self.factors = batch.norms[:real], batch.factors[:real]
+        self.norms, self.factors = batch.norms[:real].clone(), batch.factors[:real].clone()
         total = self.nonfinite_samples
         self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
         self.state.observe(None if batch.observed is None else batch.observed.clone())
-        if rows is not None:
-            self.padding.add(rows)
-        self.state.count(real, self.clip.sensitivity(), rows)
         for parameter, total_of_it in batch.sums.items():
             self.running_sums.put(parameter, total_of_it)
 

@@ -1,9 +1,12 @@
 """make_graphed_step: a training loop's step as one call, which replays a CUDA graph.
 
 The first calls of each shape run eagerly: they are ordinary private steps, in which the model is verified and kernels
-are compiled. Then forward, loss, backward, norms, factors and clipped sums are captured, and each further call copies
-its batch into the graph's inputs and replays it. Noise and update follow in one launch: their key, the learning rate
-and the step counts stay with the host, so a replay cannot repeat noise, and schedulers work as ever.
+are compiled. Then the step is captured: forward, loss, backward, norms, factors, clipped sums, noise and update. Each
+further call copies its batch into the graph's inputs and replays it. The noise key, the learning rate and the step
+count are written to device memory before each replay, which uses them up (update/captured_update.py).
+
+Micro-batches of a larger step add up in graphs that end with the clipped sums; the update follows the last of them. So
+it does for optimizers without a fused update, and for clipping rules that learn from the norms.
 
 Passes that are to be looked at again (sample_rows/schedule.py) run eagerly in between, and so do empty draws.
 """
@@ -42,25 +45,33 @@ class GraphedStep:
         """Train on a batch: backward, clipping, noise, update, and gradients cleared. Return the loss, detached."""
         if not torch.is_grad_enabled():
             raise UserError("a graphed step trains: call it outside of torch.no_grad()")
-        found = self._train_on((args, kwargs))
-        self.optimizer.step()
+        captured, rows, plain = self._find((args, kwargs))
+        if captured is None:
+            found = self._eagerly((args, kwargs))
+        else:
+            self.replays += 1
+            found = captured.replay(plain, rows)
+        if captured is None or captured.update is None:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return found
 
-    def _train_on(self, call: tuple[Any, Any]) -> Tensor:
+    def _find(self, call: tuple[Any, Any]) -> tuple[CapturedStep | None, Rows | None, tuple[Any, Any]]:
+        """Return the graph that runs a batch, made if it is time; None if the batch has to run eagerly."""
         engine = self.engine
-        if not has_graphs(device_of(engine)):
-            return self._eagerly(call)
         rows, plain = rows_in(call), without_marks(call)
+        if not has_graphs(device_of(engine)):
+            return None, rows, plain
         size = rows.size if rows is not None else self._size_of(plain)
+        engine.forwards.close_recorded()  # of a backward pass by hand, whose sums this batch is added to
         base, is_added = self._base()
-        key = sizes_of(plain), size, id(base)
+        whole = not is_added and self.optimizer.next_ends_step(rows is not None and rows.more)
+        key = sizes_of(plain), size, id(base), whole
         if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
-            return self._eagerly(call)
+            return None, rows, plain
         if key not in self._captured:
-            self._captured[key] = self._capture(plain, size, rows, base)
-        self.replays += 1
-        return self._captured[key].replay(plain, rows)
+            self._captured[key] = self._capture(plain, size, rows, base, whole)
+        return self._captured[key], rows, plain
 
     def _is_ready(self, key: Any) -> bool:
         """Return whether a shape may be replayed: it has run eagerly often enough, and again after any change."""
@@ -91,10 +102,12 @@ class GraphedStep:
         count = self.engine.forwards.batch_size_of
         return rows_of(leaves[0]) if count is None else count(*call)
 
-    def _capture(self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None) -> CapturedStep:
+    def _capture(
+        self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None, whole: bool
+    ) -> CapturedStep:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
-        return CapturedStep(self.engine, self.loss, call, size, rows, base=base, pool=self._pool)
+        return CapturedStep(self.optimizer, self.loss, call, size, rows, base=base, whole=whole, pool=self._pool)
 
     def _eagerly(self, call: tuple[Any, Any]) -> Tensor:
         args, kwargs = call
