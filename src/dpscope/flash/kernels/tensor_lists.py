@@ -76,8 +76,8 @@ def read_words(words: Tensor) -> tuple[tuple[int, int], list[float]]:
 class ListLaunch:
     """Arguments of one launch over the tensors `members` of a list.
 
-    arguments: key (seed, offset) and numbers; chunk_starts; extents (tensors, 2), elements and first element in the noise stream;
-    rows (tensors, columns), pointers; the number of tensors, and of steps that find one among them.
+    arguments: key (seed, offset) and numbers; chunk_starts; extents (tensors, 2), elements and first element in the
+    noise stream; rows (tensors, columns), pointers; the number of tensors, and of steps that find one among them.
     """
 
     members: list[int]

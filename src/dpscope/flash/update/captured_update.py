@@ -70,6 +70,7 @@ class CapturedUpdate:
 
     def _steps(self) -> list[int | None]:
         """Return the next step's number of each row; None if its parameters have taken different numbers of steps."""
+        self._counts.begin_step()
         found = []
         for row in self._rows:
             values = set(chain.from_iterable(map(self._counts.next_values, filter(None, row.counters))))
@@ -78,7 +79,6 @@ class CapturedUpdate:
 
     def fill(self, key: tuple[int, int], privacy: dict[str, float]) -> None:
         """Write key and numbers for one replay, and advance the counters. Wait for no device."""
-        self._counts.begin_step()
         host = torch.full(self._words.shape, SPENT, dtype=torch.int64)
         for place, (row, step) in enumerate(zip(self._rows, self._steps(), strict=True)):
             assert step is not None
@@ -94,15 +94,17 @@ class CapturedUpdate:
         torch.autograd.graph.increment_version(self._parameters)
 
 
+_SWITCHES = ("momentum", "nesterov", "maximize", "amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
+
+
 def state_of(optimizer: Optimizer) -> list[Any]:
     """Return what a captured update has fixed: which kernels run, and the addresses of all that they write."""
-    switches = ("momentum", "nesterov", "maximize", "amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
     found: list[Any] = []
+    state, pointer = optimizer.state, Tensor.data_ptr
     for group in optimizer.param_groups:
-        found += [bool(group.get(name)) for name in switches]
+        found += [bool(group.get(name)) for name in _SWITCHES]
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            # Counters may move: the host reads and advances them.
-            tensors = (each for name, each in state.items() if name != "step" and isinstance(each, Tensor))
-            found += [id(parameter), *map(Tensor.data_ptr, tensors)]
+            found.append(id(parameter))
+            if parameter in state:  # counters may move: the host reads and advances them
+                found += [pointer(each) for name, each in state[parameter].items() if name != "step" and each is not None]
     return found
