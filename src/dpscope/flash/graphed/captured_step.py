@@ -16,7 +16,7 @@ from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, mark_batch
 from dpscope.flash.step.captured import StaticInputs
-from dpscope.flash.torch_side.arguments import leaves_in, replace_leaves
+from dpscope.flash.torch_side.arguments import replace_leaves, tensors_in
 from dpscope.flash.torch_side.captures import OwnCapture, capturing
 
 Loss = Callable[..., Tensor]  # of a batch
@@ -82,9 +82,8 @@ class CapturedStep:
     def replay(self, call: tuple[Any, Any], rows: Rows | None) -> Tensor:
         """Run the graph on another batch of the same shapes, and the step if it is whole; return its loss."""
         with torch.no_grad():
-            for static, given in zip(leaves_in(self._call), leaves_in(call), strict=True):
-                if isinstance(static, Tensor) and isinstance(given, Tensor):
-                    static.copy_(given, non_blocking=True)
+            for static, given in zip(tensors_in(self._call), tensors_in(call), strict=True):
+                static.copy_(given, non_blocking=True)
             self._static.fill(self.size if rows is None else rows.real)
             self.engine.count_replay(self.size, rows)
             if self.update is None:

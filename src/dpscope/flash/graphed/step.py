@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
 from dpscope.flash.graphed.captured_step import CapturedStep, device_of, has_graphs
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, rows_in, without_marks
-from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of
+from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of, tensors_in
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
@@ -38,6 +40,7 @@ class GraphedStep:
         self.replays = 0
         self._warmup = max(1, warmup)
         self._seen: Counter[Any] = Counter()
+        self._warm: set[Any] = set()  # sizes of batches that have run without a step
         self._captured: dict[Any, CapturedStep] = {}
         self._pool: Any = None
 
@@ -62,16 +65,35 @@ class GraphedStep:
         rows, plain = rows_in(call), without_marks(call)
         if not has_graphs(device_of(engine)):
             return None, rows, plain
+        self._require_tensors(plain)
         size = rows.size if rows is not None else self._size_of(plain)
         engine.forwards.close_recorded()  # of a backward pass by hand, whose sums this batch is added to
         base, is_added = self._base()
         whole = not is_added and self.optimizer.next_ends_step(rows is not None and rows.more)
-        key = sizes_of(plain), size, id(base), whole
+        key = _sizes(plain), size, id(base), whole
         if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
             return None, rows, plain
         if key not in self._captured:
             self._captured[key] = self._capture(plain, size, rows, base, whole)
         return self._captured[key], rows, plain
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Run a batch of a new shape without training on it. The next call of that shape is captured and replayed.
+
+        Nothing is accounted for, because nothing of the batch reaches the model. The state of random numbers is kept.
+        """
+        if self.engine.running_sums or self.engine.pending:
+            raise UserError("warm_up comes between steps: the sums of a step that has begun would be lost")
+        dropped = self.engine.nonfinite_samples
+        with _kept_random_state(device_of(self.engine)):
+            self._eagerly((args, kwargs))
+            self.engine.state.skip_step()  # the second one is added to the first, as in a logical batch
+            self._eagerly((args, kwargs))
+            self.engine.state.complete()
+        self.optimizer.zero_grad()
+        self.engine.nonfinite_samples = dropped
+        self.optimizer.make_state()
+        self._warm.add(_sizes(without_marks((args, kwargs))))
 
     def _is_ready(self, key: Any) -> bool:
         """Return whether a shape may be replayed: it has run eagerly often enough, and again after any change."""
@@ -81,7 +103,8 @@ class GraphedStep:
             # What adds to its sums goes with it.
             self._captured = {at: each for at, each in self._captured.items() if captured not in (each, each.base)}
             self._seen[key] = self._warmup
-        return self._seen[key] > self._warmup
+            self._warm.clear()
+        return self._seen[key] > self._warmup or key[0] in self._warm
 
     def _base(self) -> tuple[CapturedStep | None, bool]:
         """Return the capture whose sums the engine holds, if it is one, and whether it holds any."""
@@ -90,17 +113,24 @@ class GraphedStep:
         return None, False
 
     def _size_of(self, call: tuple[Any, Any]) -> int:
+        count = self.engine.forwards.batch_size_of
+        return rows_of(leaves_in(call)[0]) if count is None else count(*call)
+
+    def _require_tensors(self, call: tuple[Any, Any]) -> None:
+        """Refuse what a graph cannot be given anew for each replay."""
         leaves = leaves_in(call)
         if not leaves:
             raise UserError("a graphed step takes the tensors of its batch as arguments")
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device != device_of(self.engine):
+        if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+            raise UserError(
+                "a graphed step takes no packed sequence, whose lengths a graph fixes: use the ordinary loop"
+            )
+        for tensor in tensors_in(call):
+            if tensor.device != device_of(self.engine):
                 raise UserError(
-                    f"a graphed step was given a tensor on {leaf.device}: move the batch to the model's device first "
+                    f"a graphed step was given a tensor on {tensor.device}: move the batch to the model's device first "
                     "(x.to(device, non_blocking=True))"
                 )
-        count = self.engine.forwards.batch_size_of
-        return rows_of(leaves[0]) if count is None else count(*call)
 
     def _capture(
         self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None, whole: bool
@@ -115,6 +145,17 @@ class GraphedStep:
         found.backward()  # type: ignore[no-untyped-call]
         self.engine.accumulate()
         return found.detach()
+
+
+def _sizes(call: tuple[Any, Any]) -> Any:
+    """Return a key of the batches that one graph can run: sizes, dtypes, numbers, and which tensors are the same."""
+    given = [id(tensor) for tensor in tensors_in(call)]
+    return sizes_of(call), tuple(map(given.index, given))
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    return context
 
 
 def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, *, warmup: int = WARMUP) -> GraphedStep:

@@ -297,6 +297,12 @@ class DPFlashOptimizer(DPOptimizer):
         assert self._fused_update is not None
         return self._fused_update.make_captured(next(iter(self.engine.parameters)).device)
 
+    def make_state(self) -> None:
+        """Make the state of parameters that have taken no step, as the first step would. A graph cannot."""
+        if self._uses_fused_update():
+            assert self._fused_update is not None
+            self._fused_update.make_state()
+
     def next_ends_step(self, more: bool) -> bool:
         """Return whether the next micro-batch ends its logical batch. `more`: parts of its draw are to come."""
         return not (self._check_skip_next_step(pop_next=False) or more)

@@ -106,5 +106,7 @@ def state_of(optimizer: Optimizer) -> list[Any]:
         for parameter in group["params"]:
             found.append(id(parameter))
             if parameter in state:  # counters may move: the host reads and advances them
-                found += [pointer(each) for name, each in state[parameter].items() if name != "step" and each is not None]
+                found += [
+                    pointer(each) for name, each in state[parameter].items() if name != "step" and each is not None
+                ]
     return found

@@ -101,12 +101,19 @@ class FusedUpdate:
         self._counts.begin_step()
         self._run(batches, how, how.draw(), None)
 
+    def make_state(self) -> None:
+        """Make Adam's moments and counters, all zero. Momentum of SGD begins with the first gradient."""
+        for group in self.optimizer.param_groups if type(self.optimizer) is not SGD else ():
+            for parameter in filter(_IS_TRAINED, group["params"]):
+                _with_moments(self.optimizer.state[parameter], parameter, group, _moments(group))
+
     def make_captured(self, device: torch.device) -> CapturedUpdate | None:
-        """Return what `capture` needs; None if the first step, which makes state, has not been taken."""
-        trained = [(group, p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        needs_state = [p for group, p in trained if type(self.optimizer) is not SGD or group["momentum"]]
-        if not all(self.optimizer.state.get(p) for p in needs_state):
-            return None
+        """Return what `capture` needs; None if state is missing that the next step makes."""
+        for group in self.optimizer.param_groups:
+            if type(self.optimizer) is SGD and not group["momentum"]:
+                continue
+            if not all(self.optimizer.state.get(parameter) for parameter in filter(_IS_TRAINED, group["params"])):
+                return None
         return CapturedUpdate(self.optimizer, self._counts, device)
 
     def capture(self, batches: Iterable[SumBatch], how: Privatisation, captured: CapturedUpdate) -> None:
@@ -263,7 +270,6 @@ def _sgd(piece: _Piece, step: _Step) -> None:
 
 def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     group = piece.group
-    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def options() -> dict[str, Any]:
         found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
@@ -272,7 +278,7 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     def numbers(count: int, privacy: dict[str, Any]) -> list[float]:
         return adam_numbers(step=count, **options(), **privacy)
 
-    states = _state_columns(piece, step.state_of, moments)
+    states = _state_columns(piece, step.state_of, _moments(group))
     for count, part, (counters, *columns) in piece.by_value(step.counts.next_values(states[0]), states):
         step.advance(counters, count)
         exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
@@ -289,6 +295,10 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
             **options(),
             **step.privacy,
         )
+
+
+def _moments(group: _Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
 def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
