@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
+from dpscope.flash.torch_side.captures import record
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:  # it needs Opacus, which ordinary training does not
@@ -34,7 +35,7 @@ class OrdinaryGraph:
     def __init__(self, take_step: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._take_step, self._optimizer = take_step, optimizer
         self._eager_steps = 0
-        self._graphs: dict[Any, tuple[list[Batch], torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Any, tuple[list[Batch], Callable[[], None], Tensor]] = {}
 
     def __call__(self, *batches: Batch) -> Tensor:
         key = sizes_of(batches)
@@ -43,26 +44,24 @@ class OrdinaryGraph:
                 self._eager_steps += 1
                 return self._take_step(*batches)
             self._graphs[key] = self._capture(list(batches))
-        static, graph, loss = self._graphs[key]
+        static, replay, loss = self._graphs[key]
         for kept, given in zip(tensors_in(static), tensors_in(list(batches)), strict=True):
             kept.copy_(given, non_blocking=True)
-        graph.replay()
+        replay()
         return loss.clone()
 
-    def _capture(self, batches: list[Batch]) -> tuple[list[Batch], torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, batches: list[Batch]) -> tuple[list[Batch], Callable[[], None], Tensor]:
         static = replace_leaves(batches, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         self._optimizer.zero_grad(set_to_none=True)
         forget_peak(tensors_in(static)[0].device)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                loss = self._take_step(*static)
+            replay, loss = record(lambda: self._take_step(*static))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"the step cannot be captured in a CUDA graph ({reason}): leave out --cuda-graph"
             ) from error
-        return static, graph, loss
+        return static, replay, loss
 
 
 class PrivateGraph:
@@ -73,17 +72,23 @@ class PrivateGraph:
         self._warm: set[Any] = set()
 
     def __call__(self, *batches: Batch) -> Tensor:
-        if (key := sizes_of(batches)) not in self._warm:
-            self._warm.add(key)
-            self._step.warm_up(batches[0])
-            self._step.engine.rehearsals.schedule.pause()  # a later look would be an eager step
-            forget_peak(next(iter(self._step.engine.parameters)).device)
-        before = self._step.replays
-        losses = []
-        for left in reversed(range(len(batches))):
-            if left:
-                self._step.optimizer.signal_skip_step(do_skip=True)
-            losses.append(self._step(batches[len(batches) - 1 - left]))
-        if self._step.replays - before < len(batches) and all(map(Tensor.numel, tensors_in(batches))):
-            raise MeasurementFailed("a step did not run as a CUDA graph: leave out --cuda-graph")
+        for batch in batches:
+            if (key := sizes_of(batch)) not in self._warm:
+                self._warm.add(key)
+                self._step.warm_up(batch)
+                self._step.engine.rehearsals.schedule.pause()  # a later look would be an eager step
+                forget_peak(next(iter(self._step.engine.parameters)).device)
+        losses = [self._replayed(batch, skips=True) for batch in batches[:-1]]
+        losses.append(self._replayed(batches[-1], skips=False))
         return torch.stack(losses).mean()
+
+    def _replayed(self, batch: Batch, *, skips: bool) -> Tensor:
+        before = self._step.replays
+        if skips:
+            self._step.optimizer.signal_skip_step(do_skip=True)
+        loss = self._step(batch)
+        if self._step.replays == before and all(map(Tensor.numel, tensors_in(batch))):  # an empty draw has no graph
+            raise MeasurementFailed(
+                "a step did not run as a CUDA graph, as when all samples of its batch are the same: leave out --cuda-graph"
+            )
+        return loss

@@ -23,7 +23,7 @@ class StandardTrainer(TrainerBase):
         return compile_model(model, self.settings.compile)
 
     def make_graphed(self) -> Callable[..., Tensor]:
-        """Return ordinary steps as a graph. A subclass may draw noise, which a graph would draw again: it has to say."""
+        """Return ordinary steps as a graph. A subclass has to say what it does: a graph might replay its noise."""
         if type(self) is not StandardTrainer:
             return super().make_graphed()
         return OrdinaryGraph(self.take_step, self.optimizer)

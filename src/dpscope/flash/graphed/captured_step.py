@@ -15,9 +15,10 @@ from dpscope.errors import UserError
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, mark_batch
+from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
 from dpscope.flash.step.captured import StaticInputs
 from dpscope.flash.torch_side.arguments import replace_leaves, tensors_in
-from dpscope.flash.torch_side.captures import OwnCapture, capturing
+from dpscope.flash.torch_side.captures import OwnCapture, capturing, record
 
 Loss = Callable[..., Tensor]  # of a batch
 
@@ -58,6 +59,8 @@ class CapturedStep:
         with capturing(self._own), engine.capturing(self._static):
             try:
                 self._replay, self._loss = record(lambda: self._run(loss, rows), pool)
+            except NotVerified:
+                raise
             except UserError as refusal:
                 raise _not_captured(str(refusal)) from refusal
             except RuntimeError as error:
@@ -96,20 +99,6 @@ class CapturedStep:
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
         """Return whether that sum is the one which this graph fills."""
         return self._batch.sums.get(parameter) is total
-
-
-def record(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-    """Capture what `run` asks the device for. Return what runs it again, and its result, which that fills."""
-    graph = torch.cuda.CUDAGraph()
-    # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
-        result = run()
-    return graph.replay, result
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Return whether steps on the device can be captured."""
-    return device.type == "cuda"
 
 
 def device_of(engine: FlashEngine) -> torch.device:

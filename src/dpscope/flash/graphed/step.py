@@ -23,10 +23,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
-from dpscope.flash.graphed.captured_step import CapturedStep, device_of, has_graphs
+from dpscope.flash.graphed.captured_step import CapturedStep, device_of
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, rows_in, without_marks
+from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
 from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of, tensors_in
+from dpscope.flash.torch_side.captures import has_graphs
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
@@ -74,7 +76,11 @@ class GraphedStep:
         if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
             return None, rows, plain
         if key not in self._captured:
-            self._captured[key] = self._capture(plain, size, rows, base, whole)
+            try:
+                self._captured[key] = self._capture(plain, size, rows, base, whole)
+            except NotVerified:
+                engine.rehearsals.schedule.begin_again()
+                return None, rows, plain
         return self._captured[key], rows, plain
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:

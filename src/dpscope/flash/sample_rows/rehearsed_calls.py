@@ -38,6 +38,10 @@ MOST_WAYS = 64
 """In which a model is called, as far as they are remembered."""
 
 
+class NotVerified(UserError):
+    """A call in a capture of a kind that could not be verified before: it has to run eagerly."""
+
+
 class UnknownCall(NamedTuple):
     """A call of a layer, or of a unit, that no rehearsal has seen: `dim` dimensions, one row for all if `shared`."""
 
@@ -134,7 +138,7 @@ class RehearsedCalls:
             return BegunPass(call, way, self.buffers.look(), None)
         if own_capture() is not None:
             if way not in self._rehearsed:
-                raise UserError("the batch has not been verified yet, because all of its samples are the same")
+                raise NotVerified("all samples of the batch are the same, which shows nothing of several")
             return BegunPass(call, way, self.buffers.look(), None)
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()

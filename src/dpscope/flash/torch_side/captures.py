@@ -1,8 +1,8 @@
-"""CUDA graphs: the engine's own capture of a micro-batch, and captures by hand, which are refused."""
+"""CUDA graphs: capture and replay, the engine's own capture of a step, and captures by hand, which are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,20 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether steps on the device can be captured."""
+    return device.type == "cuda"
+
+
+def record(run: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
+    """Capture what `run` asks the device for. Return what runs it again, and its result, which that fills."""
+    graph = torch.cuda.CUDAGraph()
+    # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+        result = run()
+    return graph.replay, result
 
 
 class OwnCapture:
