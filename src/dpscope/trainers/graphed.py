@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpscope.errors import MeasurementFailed, UserError
+from dpscope.errors import UserError
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.torch_side.captures import record
 from dpscope.workloads.workload import Batch
@@ -88,7 +88,8 @@ class PrivateGraph:
             self._step.optimizer.signal_skip_step(do_skip=True)
         loss = self._step(batch)
         if self._step.replays == before and all(map(Tensor.numel, tensors_in(batch))):  # an empty draw has no graph
-            raise MeasurementFailed(
-                "a step did not run as a CUDA graph, as when all samples of its batch are the same: leave out --cuda-graph"
+            raise UserError(
+                "a step did not run as a CUDA graph, as when all samples of its batch are the same: leave out "
+                "--cuda-graph"
             )
         return loss
