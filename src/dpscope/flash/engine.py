@@ -44,6 +44,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
+from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
@@ -198,6 +199,11 @@ class FlashEngine:
         return self.rehearsals.modules
 
     @property
+    def rows_are_grouped(self) -> bool:
+        """True if `group_rows` was called for the next backward pass."""
+        return self.groups is not self._usual_groups
+
+    @property
     def taps(self) -> list[InstanceMethod]:
         """The taps on the model. There is another list once it was tapped again."""
         return self._attachment.taps
@@ -270,6 +276,8 @@ class FlashEngine:
             >>> print(len(engine.norms))
             4
         """
+        if own_capture() is not None:
+            raise UserError("group_rows puts rows together on the host: call it in the ordinary loop")
         if self.state.recorded:
             raise UserError("group_rows comes before backward(): what was recorded was not grouped")
         self.groups = RowGroups.of_ids(ids)

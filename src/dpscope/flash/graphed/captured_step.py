@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
-from operator import is_
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.engine import FlashEngine
+from dpscope.flash.graphed.settings import Settings, device_of
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, mark_batch
 from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
@@ -21,13 +18,6 @@ from dpscope.flash.torch_side.arguments import replace_leaves, tensors_in
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, record
 
 Loss = Callable[..., Tensor]  # of a batch
-
-CONTENTS = (
-    *("_modules", "_parameters", "_buffers"),
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-)
-"""Dictionaries of a module whose contents a forward and a backward pass depend on."""
-GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in CONTENTS if name.endswith("hooks")]
 
 
 class CapturedStep:
@@ -56,6 +46,8 @@ class CapturedStep:
         self._call = replace_leaves(call, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         self._static = StaticInputs(engine.clip, size, device_of(engine))
         self._own = OwnCapture(device_of(engine))
+        options = engine.rehearsals.options
+        before = options.values()
         with capturing(self._own), engine.capturing(self._static):
             try:
                 self._replay, self._loss = record(lambda: self._run(loss, rows), pool)
@@ -66,7 +58,9 @@ class CapturedStep:
             except RuntimeError as error:
                 raise _not_captured(str(error).partition("\n")[0]) from error
             self._batch = engine.captured()
-        self._before = Settings.of(optimizer)
+        if (changed := options.changed_since(before)) is not None:
+            raise _not_captured(f"forward changes {changed!r}, which would stay as it is in replays")
+        self._loss_function, self._before = loss, Settings.of(optimizer, loss)
 
     def _run(self, loss: Loss, rows: Rows | None) -> Tensor:
         args, kwargs = self._call if rows is None else mark_batch(self._call, rows)
@@ -80,7 +74,8 @@ class CapturedStep:
 
     def fits(self) -> bool:
         """Return whether the model, the optimizer and their settings are those of the capture."""
-        return Settings.of(self.optimizer).is_same(self._before) and (self.update is None or self.update.fits())
+        now = Settings.of(self.optimizer, self._loss_function)
+        return now.is_same(self._before) and (self.update is None or self.update.fits())
 
     def replay(self, call: tuple[Any, Any], rows: Rows | None) -> Tensor:
         """Run the graph on another batch of the same shapes, and the step if it is whole; return its loss."""
@@ -99,49 +94,6 @@ class CapturedStep:
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
         """Return whether that sum is the one which this graph fills."""
         return self._batch.sums.get(parameter) is total
-
-
-def device_of(engine: FlashEngine) -> torch.device:
-    return next(iter(engine.parameters)).device
-
-
-class Settings(NamedTuple):
-    """Everything that a graph has fixed and that may change: objects, and what is made anew whenever it is read."""
-
-    objects: list[Any]
-    values: list[Any]
-
-    @classmethod
-    def of(cls, optimizer: DPFlashOptimizer) -> Settings:
-        engine = optimizer.engine
-        kind = device_of(engine).type
-        held = [vars(module) for module in engine.modules]
-        inside = [own[name] for own in held for name in CONTENTS]
-        objects = [
-            *chain.from_iterable(map(dict.values, chain(held, inside, GLOBAL_HOOKS))),
-            *(parameter.requires_grad for parameter in engine.parameters),
-            *engine.rehearsals.options.values(),  # of objects that modules hold, too
-            engine.clip,
-            engine.loss_reduction,
-            engine.taps,
-            optimizer.noise_multiplier == 0,
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-            torch.backends.cudnn.allow_tf32,
-            torch.are_deterministic_algorithms_enabled(),
-        ]
-        buffers = (buffer for own in held for buffer in own["_buffers"].values() if buffer is not None)
-        addresses = map(Tensor.data_ptr, chain(engine.parameters, buffers))
-        return cls(objects, [len(engine.taps), torch.get_float32_matmul_precision(), *addresses])
-
-    def is_same(self, other: Settings) -> bool:
-        if self.values != other.values or len(self.objects) != len(other.objects):
-            return False
-        return all(map(is_, self.objects, other.objects)) or all(map(_is_same, self.objects, other.objects))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in (int, float, bool, str, MethodType) and a == b)
 
 
 def _not_captured(reason: str) -> UserError:

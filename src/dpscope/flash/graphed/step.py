@@ -13,6 +13,7 @@ Passes that are to be looked at again (sample_rows/schedule.py) run eagerly in b
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
-from dpscope.flash.graphed.captured_step import CapturedStep, device_of
+from dpscope.flash.graphed.captured_step import CapturedStep
+from dpscope.flash.graphed.settings import device_of
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import Rows, rows_in, without_marks
 from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
@@ -32,6 +34,8 @@ from dpscope.flash.torch_side.captures import has_graphs
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
+MOST_CHANGES = 8
+"""Graphs that are thrown away before there is a warning."""
 
 
 class GraphedStep:
@@ -45,6 +49,7 @@ class GraphedStep:
         self._warm: set[Any] = set()  # sizes of batches that have run without a step
         self._captured: dict[Any, CapturedStep] = {}
         self._pool: Any = None
+        self._changes = 0  # after which a graph did not fit any more
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch: backward, clipping, noise, update, and gradients cleared. Return the loss, detached."""
@@ -65,7 +70,7 @@ class GraphedStep:
         """Return the graph that runs a batch, made if it is time; None if the batch has to run eagerly."""
         engine = self.engine
         rows, plain = rows_in(call), without_marks(call)
-        if not has_graphs(device_of(engine)):
+        if not has_graphs(device_of(engine)) or engine.rows_are_grouped:
             return None, rows, plain
         self._require_tensors(plain)
         size = rows.size if rows is not None else self._size_of(plain)
@@ -110,7 +115,18 @@ class GraphedStep:
             self._captured = {at: each for at, each in self._captured.items() if captured not in (each, each.base)}
             self._seen[key] = self._warmup
             self._warm.clear()
+            self._note_change()
         return self._seen[key] > self._warmup or key[0] in self._warm
+
+    def _note_change(self) -> None:
+        """Warn if graphs are thrown away so often that they do not pay."""
+        self._changes += 1
+        if self._changes == MOST_CHANGES and self.replays < 4 * MOST_CHANGES:
+            warnings.warn(
+                "the step is captured again and again, because the model, the optimizer or a variable of the loss "
+                "changes between steps: give the loss numbers that change as tensors, among its arguments",
+                stacklevel=5,
+            )
 
     def _base(self) -> tuple[CapturedStep | None, bool]:
         """Return the capture whose sums the engine holds, if it is one, and whether it holds any."""

@@ -161,8 +161,8 @@ class RehearsedCalls:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
         self.options.note()  # what forward itself has changed
         changed = self.buffers.changed(begun.buffers)
-        if changed and own_capture() is not None:
-            raise UserError(f"{changed[0]} is a buffer that forward changes")
+        if own_capture() is not None and (lost := [*changed, *self.buffers.replaced(begun.buffers)]):
+            raise UserError(f"{lost[0]} is a buffer that forward changes")
         if changed:
             self._judge_buffers(changed, begun.call)
         if begun.failure is not None:

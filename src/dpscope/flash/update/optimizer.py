@@ -114,10 +114,12 @@ class FusedUpdate:
                 continue
             if not all(self.optimizer.state.get(parameter) for parameter in filter(_IS_TRAINED, group["params"])):
                 return None
+        self._counts.read([state["step"] for state in self.optimizer.state.values() if "step" in state])
         return CapturedUpdate(self.optimizer, self._counts, device)
 
     def capture(self, batches: Iterable[SumBatch], how: Privatisation, captured: CapturedUpdate) -> None:
         """Update inside the capture of a CUDA graph, for its replays. Draw no key and count no step."""
+        self._counts.begin_step()  # or counters would be read from the device
         self._run(batches, how, NO_KEY, captured)
         captured.spend()
 

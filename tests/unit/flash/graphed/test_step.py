@@ -69,17 +69,6 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(params=[None, True], ids=["update follows", "update in the graph"], autouse=True)
-def fused(request, monkeypatch):
-    """Each test with the update after the graph, as on a CPU, and inside of it, as on a GPU."""
-    monkeypatch.setattr(
-        DPFlashOptimizer.__init__,
-        "__kwdefaults__",
-        {**DPFlashOptimizer.__init__.__kwdefaults__, "fused": request.param},
-    )
-    return request.param
-
-
 def assert_trains_alike(host_graphs, make, data, between=lambda number, optimizer: None, *, dropout=0.0):
     by_loop, by_graph = network(dropout), network(dropout)
     torch.manual_seed(3)
