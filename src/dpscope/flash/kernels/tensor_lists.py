@@ -13,7 +13,6 @@ travel in one copy.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
-from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import device_cache
 
 
 class Cut(NamedTuple):
@@ -220,7 +219,7 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
     return kinds
 
 
-@functools.lru_cache(maxsize=64)
+@device_cache(64)
 def _extents(
     sizes: tuple[int, ...], starts: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
@@ -230,9 +229,6 @@ def _extents(
         device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, strict=True))), wait=True
     )
     return first, extents, chunk_starts[-1]
-
-
-dry_run.forget_between(_extents.cache_clear)
 
 
 @jit

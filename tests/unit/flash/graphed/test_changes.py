@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine
+from dpscope.flash import DPFlashOptimizer, FlashEngine
+from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
 from tests.unit.flash.graphed.test_step import (
     CLASSES,
     WIDTH,
@@ -458,8 +459,6 @@ def test_other_rules_are_those_of_the_loop(host_graphs, clipping):
 
 
 def test_rows_of_one_sample_are_those_of_the_loop(host_graphs):
-    from dpscope.flash import DPFlashOptimizer
-
     def make(model):
         engine = FlashEngine(model, max_grad_norm=0.5, rows_per_sample=2)
         noise = torch.Generator().manual_seed(5)
@@ -494,3 +493,16 @@ def test_rows_that_the_loss_groups_are_refused_in_a_graph(host_graphs):
     with pytest.raises(UserError, match="group_rows"):
         for x, y in batches():
             step(x, y)
+
+
+def test_a_table_that_a_graph_reads_outlives_the_cache_that_made_it():
+    @device_cache(1)
+    def table(size):
+        return torch.arange(size)
+
+    first, capture = table(3), OwnCapture(torch.device("cpu"))
+    with capturing(capture):
+        assert table(3) is first
+    table(4)  # drops it from the cache
+    assert table(3) is not first
+    assert capture.kept == [first]
