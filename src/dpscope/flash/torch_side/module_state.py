@@ -125,6 +125,11 @@ class OptionWatch:
         """Return the options as they are."""
         return [holder.get(key) for holder, key in self._cells]
 
+    def changed_since(self, before: list[Any]) -> str | None:
+        """Return the name of an option that is not as it was when `values` gave `before`; None if all are."""
+        both = zip(self._cells, self.values(), before, strict=True)
+        return next((key for (_, key), new, old in both if new is not old and new != old), None)
+
     def note(self) -> None:
         """Remember the current state as known."""
         self._values = self.values()
@@ -237,6 +242,15 @@ class BufferWatch:
             if path not in self.independent and (replaced or (buffer is not None and buffer._version != version)):
                 found.append(path)
         return found
+
+    def replaced(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
+        """Return paths of saved buffers that are other tensors than when `before` was taken."""
+        both = zip(self._places, before, strict=True)
+        return [
+            path
+            for (path, module, key), (buffer, _) in both
+            if module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
+        ]
 
     def values(self, paths: list[str]) -> list[Tensor | None]:
         buffers = {path: module._buffers.get(key) for path, module, key in self._places if path in paths}
