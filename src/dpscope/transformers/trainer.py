@@ -21,7 +21,7 @@ from dpscope.flash.opacus.privacy_engine import PrivacyEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
-from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
+from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, PrivateAcceleratedOptimizer, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, collate_rows, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
 from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
@@ -212,6 +212,7 @@ class PrivateTrainerMixin(_Host):
             if hasattr(private.original_optimizer, name):
                 setattr(private, name, getattr(private.original_optimizer, name))
         self._optimizer = accelerated.optimizer = private
+        accelerated.__class__ = PrivateAcceleratedOptimizer
         self._private_model = self.model
         self._first_step = FirstStep(private)
         self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
