@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -38,17 +37,6 @@ def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
         yield found
     finally:
         del accelerator.prepare
-
-
-class PrivateAcceleratedOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, whose step goes straight to the private one.
-
-    Accelerate's own looks twice in each step whether a package for an optimizer is installed, which reads the disk. Its
-    other work is refused here (loss scaling) or never needed (accumulation: a draw is a whole step).
-    """
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
 
 
 class PrivacyCallback(TrainerCallback):
