@@ -23,6 +23,7 @@ from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gat
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
+from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 
 DRAWS = 3
@@ -63,7 +64,7 @@ class Mixing(TriedCall):
         dense = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in dense]
         # Packed and sparse ones are not looked into.
-        return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
+        return self.batch == 1 or len(plain) < len(leaves) or any(read((leaf != leaf[:1]).any(), True) for leaf in plain)
 
     def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
         output = self.run_on(index, self.alone(), seed=seed, altered=altered)
@@ -191,11 +192,11 @@ class Mixing(TriedCall):
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[:fewer], b[:fewer]))
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if is_coarse(few) or not dtypes <= _FULL_PRECISION:
-            return bool((apart > 0.1 * size).all())
+            return bool(read((apart > 0.1 * size).all(), False))
         if dtypes == {torch.float64}:
-            return bool((apart > _SAME_FLOAT64 * size).all())
+            return bool(read((apart > _SAME_FLOAT64 * size).all(), False))
         told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).float())  # what tells one sample from another
-        return bool((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all())
+        return bool(read((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all(), False))
 
     # -- outputs without rows ----------------------------------------------------------------------------------------
 
@@ -314,4 +315,4 @@ def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
         else other.nan_to_num() != plain.nan_to_num()
         for other in (first, last)
     )
-    return not bool((of_first & of_last).any())
+    return not read((of_first & of_last).any(), False)
