@@ -31,7 +31,7 @@ from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
 
-VERIFIED = (False, False, True)  # whether flash clipping verifies the model, of steps before the last
+VERIFIED = (True, False, True)  # of steps before the last: flash clipping verifies the model in it
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -50,6 +50,11 @@ class StepForecast:
     families: dict[str, list[float]] = field(default_factory=dict)  # [flops, bytes, kernels, seconds]
     operators: int = 0
     kernels: int = 0
+
+    @property
+    def peaks_verifying(self) -> bool:
+        """True if the peak is that of flash clipping's verification, and not of a step."""
+        return self.peak_bytes > self.step_bytes
 
 
 def forecast_step(
@@ -107,20 +112,18 @@ def _step(
     detailed: bool,
     attributed: bool,
 ) -> StepForecast:
-    # The optimizer has its state after the first step, and checkpointed blocks are chosen by what the first ones took.
-    # What is reserved grows until the third: blocks that were split in one step do not always serve the next.
+    # As in training, the first step is verified, and a later one, when the optimizer has its state. What is reserved
+    # grows until the third: blocks that were split in one step do not always serve the next.
     for verifies in VERIFIED:
         device.run.verifies = verifies
         trainer.train_step(*batches)
     device.run.verifies = False
     segments = device.allocator.segments
-    before = segments.peak_allocated
-    segments.peak_allocated = 0
+    segments.step_peak = 0
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
     with work.watching() if detailed else nullcontext(), CollectiveBytes() as sent:
         trainer.train_step(*batches)
-    steady, reserved = segments.peak_allocated, segments.peak_reserved
-    peak = max(before, steady)
+    steady, peak, reserved = segments.step_peak, segments.peak_allocated, segments.peak_reserved
     if not detailed:
         return StepForecast(peak, reserved, steady)
     device.run.verifies = peak > steady

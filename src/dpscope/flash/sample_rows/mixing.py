@@ -22,6 +22,7 @@ from dpscope.errors import UserError
 from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gates, untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
@@ -64,7 +65,9 @@ class Mixing(TriedCall):
         dense = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in dense]
         # Packed and sparse ones are not looked into.
-        return self.batch == 1 or len(plain) < len(leaves) or any(read((leaf != leaf[:1]).any(), True) for leaf in plain)
+        return (
+            self.batch == 1 or len(plain) < len(leaves) or any(read((leaf != leaf[:1]).any(), True) for leaf in plain)
+        )
 
     def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
         output = self.run_on(index, self.alone(), seed=seed, altered=altered)
@@ -115,7 +118,7 @@ class Mixing(TriedCall):
 
     def _draw_others(self) -> None:
         """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
-        for number in range(DRAWS):
+        for number in range(DRAWS if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
             self.across = torch.tensor(order) if len(order) == self.batch else None
@@ -230,6 +233,8 @@ class Mixing(TriedCall):
         It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
         judged elsewhere, and put back in between.
         """
+        if dry_run.current() is not None:
+            return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):

@@ -256,6 +256,8 @@ class RehearsedCalls:
 
     def _find_rows(self, call: RootCall) -> None:
         """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""
+        if dry_run.current() is not None:
+            return
         rehearsal = Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
         rehearsal.judge()
         self._shared = rehearsal.shared

@@ -2,8 +2,8 @@
 
 Fake tensors have shapes and no values (torch._subclasses.fake_tensor). While a dry run is open
 
-- nothing is rehearsed: rows are taken to be the samples, because there are no values to find that out from. The
-  self-test runs in passes that say `verifies`, because it may take more memory than a step. Nothing differs in it,
+- rows are taken to be the samples, because there are no values to find that out from. Verification runs only where
+  `verifies` is set, to show what it allocates: what it compares is taken to be equal,
 - kernels are chosen as on a GPU of `capability`, and launching one does nothing,
 - the allocator's figures are those that `allocated` returns.
 
@@ -27,7 +27,7 @@ class DryRun:
     capability: tuple[int, int]
     multiprocessors: int
     allocated: Callable[[], tuple[int, int]]  # bytes: now, and the peak
-    verifies: bool = False  # the self-test runs before each forward pass
+    verifies: bool = False  # each forward pass is verified first
 
 
 _open: list[DryRun] = []
