@@ -22,8 +22,10 @@ from dpscope.errors import UserError
 from dpscope.flash.sample_rows.rehearsal_run import Buffers, Snapshot, opened_gates
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.random_states import RandomStates, cuda_devices
@@ -76,7 +78,9 @@ class Mixing(TriedCall):
         dense = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in dense]
         # Packed and sparse ones are not looked into.
-        return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
+        return (
+            self.batch == 1 or len(plain) < len(leaves) or any(read((leaf != leaf[:1]).any(), True) for leaf in plain)
+        )
 
     def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
         output = self.run_on(index, self.alone(), seed=seed, altered=altered)
@@ -166,7 +170,7 @@ class Mixing(TriedCall):
 
     def _draw_others(self) -> None:
         """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
-        for number in range(DRAWS):
+        for number in range(DRAWS if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
             self.across = torch.tensor(order) if len(order) == self.batch else None
@@ -254,11 +258,11 @@ class Mixing(TriedCall):
             return bool((apart > share * torch.maximum(size, size.new_tensor(_largest(b)))).all())
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if is_coarse(few) or not dtypes <= _FULL_PRECISION:
-            return bool((apart > 0.1 * size).all())
+            return bool(read((apart > 0.1 * size).all(), False))
         if dtypes == {torch.float64}:
-            return bool((apart > _SAME_FLOAT64 * size).all())
+            return bool(read((apart > _SAME_FLOAT64 * size).all(), False))
         told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).float())  # what tells one sample from another
-        return bool((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all())
+        return bool(read((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all(), False))
 
     # -- outputs without rows ----------------------------------------------------------------------------------------
 
@@ -292,6 +296,8 @@ class Mixing(TriedCall):
         It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
         judged elsewhere, and put back in between.
         """
+        if dry_run.current() is not None:
+            return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):
@@ -382,7 +388,8 @@ def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, share: f
 
 
 def _largest(output: Tensor) -> float:
-    return float(output.abs().nan_to_num(0).amax()) if output.numel() and output.is_floating_point() else 0.0
+    has_values = output.numel() and output.is_floating_point()
+    return float(read(output.abs().nan_to_num(0).amax(), 0.0)) if has_values else 0.0
 
 
 def _dim_of_samples(few: Tensor, many: Tensor, fewer: int, rows: int) -> int | None:
@@ -401,4 +408,4 @@ def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
         else other.nan_to_num() != plain.nan_to_num()
         for other in (first, last)
     )
-    return not bool((of_first & of_last).any())
+    return not read((of_first & of_last).any(), False)

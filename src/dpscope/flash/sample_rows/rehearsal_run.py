@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.random_states import RandomStates, cuda_devices
 
@@ -205,12 +206,9 @@ class Snapshot:
 def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
     parameters = list(parameters)
-    zero = (
-        torch.stack([parameter.detach().any().cpu() for parameter in parameters]).logical_not().tolist()
-        if parameters
-        else []
-    )
-    closed = [parameter.data for parameter, is_zero in zip(parameters, zero, strict=True) if is_zero]
+    opened = [parameter.detach().any().cpu() for parameter in parameters]
+    is_open = read(torch.stack(opened), True) if opened else []
+    closed = [parameter.data for parameter, opens in zip(parameters, is_open, strict=True) if not opens]
     for index, gate in enumerate(closed):
         values = torch.randn(gate.shape, generator=torch.Generator().manual_seed(index))
         gate.copy_(0.1 * values)

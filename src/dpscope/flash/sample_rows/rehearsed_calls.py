@@ -135,14 +135,16 @@ class RehearsedCalls:
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure, verified = None, False
         if self._is_dry(call):
-            return BegunPass(call, way, self.buffers.look(), None)
+            if (run := dry_run.current()) is not None and run.verifies:
+                failure, verified = self._verify(call), True
+            return BegunPass(call, way, self.buffers.look(), failure, verified)
         if own_capture() is not None:
             if way not in self._rehearsed:
                 raise NotVerified("all samples of the batch are the same, which shows nothing of several")
             return BegunPass(call, way, self.buffers.look(), None)
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
-            if call.batch and dry_run.current() is None:
+            if call.batch:
                 failure, verified = self._verify(call), True
                 if self._mixing(call).has_different_samples():
                     self._remember(way)
@@ -258,6 +260,8 @@ class RehearsedCalls:
 
     def _find_rows(self, call: RootCall) -> None:
         """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""
+        if dry_run.current() is not None:
+            return
         rehearsal = Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
         rehearsal.judge()
         self._shared = rehearsal.shared
