@@ -108,7 +108,7 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        given = model if self.ranks is None else self.ranks.module  # perhaps compiled
+        given = model if self.ranks is None else self.ranks.layout.given  # perhaps compiled
         self.model = model = original_of(given)
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction

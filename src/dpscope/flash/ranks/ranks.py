@@ -18,16 +18,21 @@ from dpscope.flash.ranks.distributed import is_initialised
 from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.ranks.stand_ins import without_collectives
+from dpscope.flash.torch_side.frames import skip_frame, uncompiled
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
 
 class WrapperTap(InstanceMethod):
-    """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine."""
+    """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine.
 
+    torch.compile would cut graphs where DDP reduces gradients (optimize_ddp). There is nothing to wait for here.
+    """
+
+    @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync():
+        with self.module.no_sync(), torch._dynamo.config.patch(optimize_ddp=False):
             return self.original(*args, **kwargs)
 
 
@@ -69,6 +74,7 @@ class Ranks:
         if self.layout.mesh is None:
             return []
 
+        @uncompiled("flash clipping: ranks meet outside of graphs")
         def meet(module: nn.Module, args: Any) -> None:
             if not self._rehearses:
                 kind = "" if torch.is_grad_enabled() else " without gradients"

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +25,9 @@ from torch.utils.data import Subset
 
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
+from dpscope.flash.torch_side.frames import original_of
 from dpscope.instruments.collectives import CollectiveBytes
-from tests.torch_here import CAN_SHARD
+from tests.torch_here import CAN_COMPILE, CAN_SHARD
 from tests.unit.flash.ranks import world as w
 
 WAYS = {
@@ -41,6 +44,37 @@ def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
 
 def fused() -> dict[tuple[str, str], dict[str, Tensor]]:
     return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), (w.FSDP_OR_DDP, "adamw")]}
+
+
+def _compiled_blocks(model: nn.Module, way: str, **options: Any) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(**options)
+    return w.spread(model, way)
+
+
+# How a model may be compiled and spread, in both orders.
+COMPILED: dict[str, Callable[..., nn.Module]] = {
+    "ddp of compiled": lambda model, **options: w.spread(torch.compile(model, **options), "ddp"),
+    "compiled ddp": lambda model, **options: torch.compile(w.spread(model, "ddp"), **options),
+    "fsdp of compiled blocks": lambda model, **options: _compiled_blocks(model, "fsdp", **options),
+    "compiled fsdp": lambda model, **options: torch.compile(w.spread(model, "fsdp"), **options),
+}
+
+
+def compiled_ways() -> dict[str, tuple[dict[str, Tensor], int, list[str]]]:
+    """Parameters, the number of graphs, and reasons of breaks in them that are the engine's."""
+    found = {}
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # type: ignore[attr-defined]  # so that DDP has several buckets
+    for way in [way for way in COMPILED if CAN_SHARD or "fsdp" not in way]:
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = CompileCounterWithBackend("aot_eager")
+        model = COMPILED[way](w.make_model(), backend=graphs)
+        model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+        w.train(model, optimizer, range(len(w.STEPS)))
+        breaks = [reason for reason in counters["graph_break"] if "capture leaves" in reason]
+        found[way] = (w.whole_parameters(original_of(model)), graphs.frame_count, breaks)
+    return found
 
 
 def accumulated(way: str) -> dict[str, Tensor]:
@@ -477,6 +511,7 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
     2: (
         every_way,
         fused,
+        *((compiled_ways,) if CAN_COMPILE else ()),
         accumulated_ways,
         picky_ways,
         tied_ways,
