@@ -27,10 +27,6 @@ _REPLICATED = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataP
 _INSTEAD = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
 # Words in the names of mesh dimensions over which one sample is spread.
 _SAMPLE_DIMENSIONS = {"tp", "tensor", "cp", "context", "sp", "sequence", "pp", "pipeline"}
-# Why checkpointed blocks of a sharded model are not run again at the step, whatever the memory budget.
-SHARDED_BLOCKS = (
-    "the model is sharded, and to run a block again all ranks would have to agree on it; what its layers leave is held"
-)
 
 
 def class_names(module: nn.Module) -> set[str]:

@@ -202,9 +202,34 @@ def picky_ways() -> dict[str, dict[str, Tensor]]:
 
 
 def tied_ways() -> dict[tuple[str, str | None], dict[str, Tensor]]:
-    """By way and memory budget, under which DDP runs the blocks again."""
+    """By way and memory budget, under which blocks run again."""
     ways = w.possible("ddp", "fsdp")
     return {(way, budget): tied(way, memory_budget=budget) for way in ways for budget in (None, "lean")}
+
+
+class Repeated(w.Model):
+    """Checkpointed blocks, the first of which runs twice: its norm is that of both uses."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+def repeated(budget: str | None, policy: MixedPrecisionPolicy | None = None) -> tuple[dict[str, Tensor], set[str]]:
+    """Parameters of a sharded model after two steps, one with an empty share; what was done with its blocks."""
+    torch.manual_seed(0)
+    model = w.shard(Repeated(), init_device_mesh("cpu", (dist.get_world_size(),)), policy=policy)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"), memory_budget=budget)
+    w.train(model, optimizer, [0, 1, 2])
+    return w.whole_parameters(model), {row.how for row in optimizer.engine.explain().blocks}
+
+
+def lean_shards() -> dict[str, Any]:
+    """By policy, with each memory budget."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return {name: (repeated(None, policy), repeated("lean", policy)) for name, policy in (("", None), ("bf16", half))}
 
 
 def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
@@ -515,6 +540,7 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
         accumulated_ways,
         picky_ways,
         tied_ways,
+        lean_shards,
         half_precision,
         communicated,
         thousand_draws,
@@ -527,5 +553,9 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = [case for case in CASES[dist.get_world_size()] if CAN_SHARD or case not in (half_precision, communicated)]
+    cases = [
+        case
+        for case in CASES[dist.get_world_size()]
+        if CAN_SHARD or case not in (half_precision, communicated, lean_shards)
+    ]
     return {case.__name__: case(folder) if case in (save, load) else case() for case in cases}

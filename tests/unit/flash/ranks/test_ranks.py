@@ -10,7 +10,7 @@ import torch
 from dpscope.flash.ranks.ranks import reshard
 from tests.torch_here import takes_compiled, takes_shards
 from tests.unit.flash.ranks import cases
-from tests.unit.flash.ranks.world import CLIP, assert_same
+from tests.unit.flash.ranks.world import CLIP, ROUNDING, assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +64,15 @@ def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process
     for found in worlds[2]:
         for parameters in found["tied_ways"].values():
             assert_same(parameters, expected)
+
+
+@takes_shards
+def test_blocks_of_a_sharded_model_run_again_with_the_weights_of_all_ranks(worlds: dict[int, Any]) -> None:
+    """On a rank without a sample, too, which runs none of them. A block that runs twice is held."""
+    for rank, found in enumerate(worlds[2]):
+        for policy, ((held, rows), (lean, rows_if_lean)) in found["lean_shards"].items():
+            assert_same(lean, held, HALF_ROUNDING if policy else ROUNDING)
+            assert (rows, "held" in rows_if_lean, "recomputed" in rows_if_lean) == (set(), True, rank == 0)
 
 
 @takes_shards
