@@ -80,15 +80,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine.rehearsals.schedule.pause()
 
     def notes(self) -> list[Note]:
-        return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
-
-    def _note_on_blocks(self) -> list[Note]:
-        """Return a note if a memory budget does not apply to checkpointed blocks."""
-        blocks = self.engine.blocks
-        if blocks is None or not blocks.always_held or not blocks.choices.rows:
-            return []
-        sentence = f"The memory budget does not apply to checkpointed blocks: {blocks.always_held}."
-        return [{"topic": "checkpointed blocks", "sentence": sentence}]
+        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
 
     def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)
