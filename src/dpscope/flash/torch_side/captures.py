@@ -58,7 +58,7 @@ def own_capture() -> OwnCapture | None:
 
 
 def device_cache(maxsize: int) -> Callable[[_Function], _Function]:
-    """Cache tensors on a device by arguments, as lru_cache does. A graph keeps those that it reads as long as itself."""
+    """Cache tensors on a device by arguments, as lru_cache does. A graph keeps those that it reads."""
 
     def decorate(function: _Function) -> _Function:
         cached: Any = lru_cache(maxsize)(function)
