@@ -113,7 +113,7 @@ def make_table(report: Report) -> RowsTable:
     beside_method = [name for name in fields if name in EAGERLY]  # else a phone shows a method twice, and not why
     others = [name for name in fields if name not in beside_method]
     columns = {
-        **{name: _fields(rows, name) for name in ("method", *beside_method)},
+        **{heading_of(name): _fields(rows, name) for name in ("method", *beside_method)},
         **{name: column.cells(rows, bars=True) for name, column in RATIOS.items() if name not in absent},
         **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in others},
         **{name: column.cells(rows) for name, column in ABSOLUTES.items() if name not in absent},
