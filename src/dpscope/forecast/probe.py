@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from dpscope.errors import UserError
 from dpscope.forecast.cards import CARDS
 from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
-from dpscope.instruments.trace.attribution import union
+from dpscope.instruments.trace.busy import busy_seconds
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
@@ -61,7 +60,7 @@ def probe(spec: RunSpec, *, warmup: int = 3) -> Probe:
         gc.disable()  # it would stop some of the steps, and not others
         seconds = _seconds(training)
         training.require_finite_losses()
-        busy = _busy_seconds(training)
+        busy = busy_seconds(training)
         return Probe(spec.batch_size, peak, seconds, min(busy or seconds, seconds))
     finally:
         gc.enable()
@@ -79,17 +78,6 @@ def _seconds(step: Callable[[], object]) -> float:
         step()
         clock.mark()
     return statistics.median(clock.intervals_ms()) / 1e3
-
-
-def _busy_seconds(step: Callable[[], object]) -> float:
-    """Return how long kernels and copies of a step run; 0 where the profiler sees none."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    recorded = getattr(profiler.profiler, "kineto_results", None)
-    ran = [] if recorded is None else [each for each in recorded.events() if each.device_type().name == "CUDA"]
-    covered = union((each.start_ns(), each.start_ns() + each.duration_ns()) for each in ran)
-    return sum(end - start for start, end in covered) / 1e9
 
 
 def free_memory() -> None:
