@@ -1,4 +1,4 @@
-"""How long the GPU is busy with a step."""
+"""The time that the GPU is busy with a step."""
 
 from __future__ import annotations
 
