@@ -91,6 +91,8 @@ class PrivateTraining(Callback):
             max_grad_norm=self.max_grad_norm,
             **self.options,
         )
+        seeded = self.options.get("noise_generator") is not None
+        private.resumes_noise = self.budget.follow(loader.generator) and seeded
         trainer.strategy.optimizers = [private]
         source.instance = private_loader
         self._optimizer = private
