@@ -48,8 +48,8 @@ class PlacedLoader:
 class PrivateAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Accelerate's optimizer, whose step goes straight to the private one.
 
-    Accelerate's own looks twice in each step whether a package for an optimizer is installed, which reads the disk. Its
-    other work, loss scaling and accumulation, is refused.
+    Accelerate's own step checks twice if an optional package is installed, which reads the disk. Its other work, loss
+    scaling and accumulation, is refused.
     """
 
     def step(self, closure: Any = None) -> None:

@@ -142,7 +142,7 @@ class Condition:
         return cls(text.strip(), found[1], found[2], _COMPARE[found[3]], float(found[4]))
 
     def judge(self, rows: Sequence[Row]) -> str:
-        """Return a sentence if it holds, or if the figure is missing; nothing otherwise."""
+        """Return a sentence if the condition holds or the figure is missing; nothing otherwise."""
         own = [row for row in rows if row.method == self.method]
         known = [(row, value) for row in own if (value := FIGURES_OF_ROW[self.figure](row)) is not None]
         if len(known) < max(1, len(own)):
