@@ -82,6 +82,6 @@ class Compilation:
 
 
 def _forget_peak(device: str) -> None:
-    """Let the allocator's peak be that of the steps: autotuning tries kernels on tensors of its own."""
+    """Reset the allocator's peak, because autotuning ran kernels on tensors of its own."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

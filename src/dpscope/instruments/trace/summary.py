@@ -75,7 +75,7 @@ def _ms(microseconds: float) -> float:
 
 
 def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
-    """Return host and GPU time of each phase. Time between phases is a row of its own, so that the host column adds up."""
+    """Return host and GPU time of each phase. Time between phases is a row of its own, so that columns add up."""
     sums = Sums("cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for name, length in view.phases.within(view.step.start, view.step.end):

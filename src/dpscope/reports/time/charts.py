@@ -77,7 +77,7 @@ def _doubt_of(rows: Sequence[Row]) -> str:
 
 
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
-    """Return a sentence that names some rows and the reason; empty without rows. The chart's table lists all of them."""
+    """Return a sentence that names some rows and the reason; empty without rows. The table lists all of them."""
     told = list_names([f"{row.method} at {row.size} ({why})" for row, why in reasons], NAMED_ROWS)
     return f" {what}: {told}." if told else ""
 

@@ -2,7 +2,7 @@
 
 On CUDA the peaks shown are the allocator's own, of untracked steps; the tracker says what they are made of. The CPU
 allocator keeps no statistics, so the tracked peak is shown, and a step under the profiler checks it. Compiled code
-allocates without the dispatcher: what such a step makes is `unattributed`.
+allocates without the dispatcher, so its memory is `unattributed`.
 """
 
 from __future__ import annotations
