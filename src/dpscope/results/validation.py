@@ -73,7 +73,7 @@ def _in_object(value: dict[str, Any], expected: Any, where: str) -> Iterator[str
 
 @cache
 def _fields(expected: Any) -> dict[str, tuple[Any, bool]]:
-    """Map names to their type and whether they are required. `__required_keys__` is wrong if annotations are postponed."""
+    """Map names to (type, is required). `__required_keys__` is wrong if annotations are postponed."""
     hints = get_type_hints(expected, include_extras=True)
     optional = {name for name, kind in hints.items() if get_origin(kind) is OPTIONAL_KEY}
     return {

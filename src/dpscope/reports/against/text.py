@@ -89,7 +89,7 @@ def _status_sentences(against: Against) -> list[str]:
 
 
 def _standard_sentences(against: Against) -> list[str]:
-    """If ordinary training changed, hint at the machine or the libraries and point to the ratios."""
+    """Return a hint at the machine or the libraries, and at the ratios, if ordinary training changed."""
     moved = [pair for pair in against.pairs if pair.now.method == STANDARD and pair.change(TIME).tone]
     if not moved or len(moved) == len(against.pairs):
         return []
