@@ -7,7 +7,6 @@ input and the gradients of its outputs stay. Once the factors are known it runs 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -20,11 +19,12 @@ from torch.utils import _pytree as pytree
 from dpscope.flash.checkpointing.block_choices import BlockChoices
 from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.checkpointing.block_reruns import BlockReruns
-from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution, Kept
 from dpscope.flash.gradients.norms import GroupedNorms
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import in_backward
@@ -111,13 +111,12 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """Checkpointed blocks of an engine's model. `always_held` is the reason if no block can run again."""
+    """Checkpointed blocks of an engine's model. `sharded`: the ranks over which it is sharded."""
 
-    def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
+    def __init__(self, engine: BlockEngine, sharded: Ranks | None) -> None:
         self.engine = engine
-        self.always_held = always_held
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices)
+        self.reruns = BlockReruns(engine, self.choices, sharded)
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
         self._passes: list[BlockPass] = []
@@ -151,15 +150,11 @@ class CheckpointedBlocks:
         )
         if outer is not None or transformed or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kwargs)
-        if self.always_held:
-            if not self.choices.rows:
-                warnings.warn(f"memory_budget does not apply to checkpointed blocks: {self.always_held}", stacklevel=2)
-            self.choices.hold(self._calls, self.always_held)
-            self._calls += 1
-            return checkpoint(function, *args, **kwargs)
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
+        if self.reruns.sharded is not None and module_of(function) is None:
+            self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
@@ -78,6 +79,7 @@ class BlockPass:
     def __init__(self, index: int, function: Callable[..., Any], places: list[int], grads: Any) -> None:
         self.index = index
         self.function = function
+        self.module = module_of(function)
         self.places = places  # of the outputs that have gradients, among the leaves of what the block gives back
         self.grads: list[Tensor | None] = [None if grad is None else held(grad) for grad in grads]
         self.versions = _versions(self.grads)
@@ -163,6 +165,14 @@ class BlockPass:
         tail.note_outputs(roots)
         # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
         torch.autograd.backward(roots, grads, inputs=[anchor])
+
+
+def module_of(function: Any) -> nn.Module | None:
+    """Return the module that a checkpoint runs: itself, its method, or a partial call of either."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _tensors(part: Contribution) -> tuple[Tensor, ...]:

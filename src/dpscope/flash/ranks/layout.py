@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.distributed import is_initialised
+from dpscope.flash.torch_side.frames import original_of
 from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.flash.torch_side.torch_version import require_for_shards
 
@@ -26,10 +27,6 @@ _REPLICATED = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataP
 _INSTEAD = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
 # Words in the names of mesh dimensions over which one sample is spread.
 _SAMPLE_DIMENSIONS = {"tp", "tensor", "cp", "context", "sp", "sequence", "pp", "pipeline"}
-# Why checkpointed blocks of a sharded model are not run again at the step, whatever the memory budget.
-SHARDED_BLOCKS = (
-    "the model is sharded, and to run a block again all ranks would have to agree on it; what its layers leave is held"
-)
 
 
 def class_names(module: nn.Module) -> set[str]:
@@ -44,11 +41,16 @@ def is_fsdp(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a model. wrapper: DDP's, which adds up gradients; module: inside of it; mesh: of sharded parameters."""
+    """Layout of a model. wrapper: DDP's, which adds up gradients; given: inside of it, perhaps compiled."""
 
     wrapper: nn.Module | None
-    module: nn.Module
-    mesh: Any  # DeviceMesh, or None where parameters are whole on every rank
+    given: nn.Module
+    mesh: Any  # DeviceMesh of sharded parameters, or None where they are whole on every rank
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without wrappers of DDP and torch.compile."""
+        return original_of(self.given)
 
     def describe(self) -> tuple[str, ...]:
         """Return the facts that have to be the same on all ranks."""
@@ -63,7 +65,7 @@ class Layout:
 def is_spread(model: nn.Module) -> bool:
     """Return True if the model is spread over processes, so that `layout_of` may return its layout."""
     return (
-        bool(class_names(model).intersection(_REPLICATED))
+        bool(class_names(original_of(model)).intersection(_REPLICATED))
         or any(is_fsdp(module) for module in model.modules())
         or any(is_sharded(parameter) for parameter in model.parameters())
     )
@@ -78,6 +80,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     """Return how the model is spread; None if one process has all of it. Raise UserError for unsupported ways."""
     _refuse_wrappers(model)
     _refuse_devices(model)
+    model = original_of(model) if class_names(original_of(model)).intersection(_REPLICATED) else model
     wrapper = model if class_names(model).intersection(_REPLICATED) else None
     module: Any = model if wrapper is None else wrapper.module
     for name, part in module.named_modules():
@@ -89,7 +92,6 @@ def layout_of(model: nn.Module) -> Layout | None:
             raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
         return None
     require_initialised()
-    refuse_compiled(model)
     if sharded and wrapper is not None:
         raise UserError(f"{sharded[0][0]} is sharded inside {type(wrapper).__name__}: {_INSTEAD}, one of them")
     if wrapper is not None:
@@ -138,19 +140,6 @@ def _refuse_outside_blocks(module: nn.Module, sharded: list[tuple[str, nn.Parame
     for name, parameter in sharded:
         if id(parameter) in outside:
             raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {_INSTEAD}")
-
-
-def compiled_over_ranks(name: str) -> UserError:
-    return UserError(
-        f"{name or 'the model'} is compiled: flash clipping over several processes runs eagerly; leave out "
-        "torch.compile"
-    )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "OptimizedModule" in class_names(module) or getattr(module, "_compiled_call_impl", None) is not None:
-            raise compiled_over_ranks(name)
 
 
 def _check_ddp(wrapper: nn.Module) -> None:

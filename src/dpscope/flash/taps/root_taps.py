@@ -17,7 +17,7 @@ from dpscope.flash.torch_side.frames import run_outside
 
 
 class CompiledRegion(Protocol):
-    """Something that is compiled, called with stand-ins for its taps (compiled/regions.py)."""
+    """Something that is compiled, called with capture leaves for its taps (compiled/regions.py)."""
 
     eager: Callable[..., Any]
 
