@@ -2,7 +2,8 @@
 
 Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients. So the model is
 prepared first and then made private, and the loader stays the engine's own: a rank's share of one Poisson draw.
-`accelerator.save_state` and `load_state` keep the spent privacy.
+`accelerator.save_state` and `load_state` keep the spent privacy. With seeds (`noise_generator`, a loader with a
+generator), a run that is saved after an epoch and resumed takes the steps of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class PlacedLoader:
 class PrivateAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Accelerate's optimizer, whose step goes straight to the private one.
 
-    Accelerate's own looks twice in each step whether a package for an optimizer is installed, which reads the disk. Its
-    other work, loss scaling and accumulation, is refused.
+    Accelerate's own step checks twice if an optional package is installed, which reads the disk. Its other work, loss
+    scaling and accumulation, is refused.
     """
 
     def step(self, closure: Any = None) -> None:
@@ -94,7 +95,9 @@ def prepare_private(
     make = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     _, private, loader = make(module=prepared, optimizer=accelerated.optimizer, data_loader=data_loader, **privacy)
     accelerated.optimizer, accelerated.__class__ = private, PrivateAcceleratedOptimizer
-    accelerator.register_for_checkpointing(SpentPrivacy(engine.accountant))
+    spent = SpentPrivacy(engine.accountant)
+    private.resumes_noise = spent.follow(data_loader.generator) and privacy.get("noise_generator") is not None
+    accelerator.register_for_checkpointing(spent)
     return prepared, accelerated, PlacedLoader(loader, accelerator.device), engine
 
 

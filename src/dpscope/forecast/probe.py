@@ -1,9 +1,9 @@
-"""Short steps on the GPU at hand, and what they tell of larger batches.
+"""Short steps on the GPU at hand, and what they say about larger batches.
 
-A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
-peak is off by a line in the batch size. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
-recording, even if the step waits for the host; that grows as predicted. The host's part is the time of steps in which
-the GPU waits, and is the same for all sizes.
+A step is predicted at the probed sizes too, and the errors there correct the prediction for another size. The error of
+the peak is linear in the batch size. Its time has two parts. The GPU's busy time, recorded by a profiler, grows as
+predicted even if the step waits for the host. The host's part is the time of steps in which the GPU waits. It is the
+same for all sizes.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ class Correction:
     forecasts: Sequence[StepForecast]  # of the same sizes
 
     def missed_bytes(self, step: StepForecast, batch_size: int) -> int:
-        """Return by how much a peak is above its prediction: on a line between probes, and beyond them as it grows.
+        """Return how far a peak is above its prediction: interpolated between probes, extrapolated beyond them.
 
-        Only probes count that peak in the same place: in verification, or in a step. A miss that shrinks with the
-        batch, or hardly was one at the smaller size, is of something that happens at one of them: no line.
+        Only probes that peak in the same place count: in verification, or in a step. An error that shrinks with the
+        batch, or was tiny at the smaller size, is not extrapolated.
         """
         pairs = zip(self.probes, self.forecasts, strict=True)
         alike = [(each, guess) for each, guess in pairs if guess.peaks_verifying == step.peaks_verifying]
@@ -179,7 +179,7 @@ LONGEST_PROBE = 600.0
 
 
 def local_card(named: str | None = None) -> str:
-    """Return the name of this machine's GPU in the table of cards, or the one that is given in its place."""
+    """Return the name of this machine's GPU in the table of cards, or the given replacement."""
     if not torch.cuda.is_available():
         raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction")
     if named is not None:

@@ -49,14 +49,14 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
 
 
 def memory_limit(setting: str) -> MemoryLimit:
-    """Return the engine's word for the setting of a row."""
+    """Return the engine's value for a row's memory setting."""
     if setting == "auto":
         return None
     return LEAN if setting == LEAN else float(setting) * 2**30
 
 
 class DPFlashClippingTrainer(StandardTrainer):
-    """Exact clipping by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
+    """Exact clipping by `dpscope.flash`: norms from the recorded backward pass, then one sum for each layer."""
 
     optimizer: DPFlashOptimizer
 

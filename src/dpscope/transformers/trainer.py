@@ -97,7 +97,7 @@ class PrivateTrainerMixin(_Host):
         self.add_callback(PrivacyCallback(self))
 
     def _refuse_other_losses(self) -> None:
-        """Raise UserError for a loss that is not one of each sample's labels: one's own, that of DPO or of rewards."""
+        """Raise UserError for losses that are not computed from each sample's labels, as in DPO or reward models."""
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
         place = owners.index(PrivateTrainerMixin)
         hidden = [kind for kind in owners[place + 1 :] if kind.__name__ not in ("Trainer", "SFTTrainer")]
@@ -333,7 +333,7 @@ class PrivateTrainerMixin(_Host):
         return check_losses(losses, batch_size_of(inputs), "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return the operations of a draw. The Trainer counts the parameters each time; here it is once."""
+        """Return the operations of a draw. The Trainer counts the parameters each time; here they are counted once."""
         if not isinstance(inputs, StepDraw):
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -347,7 +347,7 @@ class PrivateTrainerMixin(_Host):
             super()._track_num_input_tokens(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Leave gradients alone: each sample's was clipped."""
+        """Do nothing, because each sample's gradient was clipped."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Return nothing: `log` has the norms of samples."""
@@ -366,7 +366,7 @@ class PrivateTrainerMixin(_Host):
         super().log(logs, *rest, **keywords)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Load as the Trainer does, and the noise of a sharded optimizer, which torch leaves out, from its own file."""
+        """Load as the Trainer does, and a sharded optimizer's noise, which torch leaves out, from its own file."""
         private = self._optimizer
         if checkpoint is None or private is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -398,7 +398,7 @@ class PrivateTrainerMixin(_Host):
                 torch.save(noise, folder / NOISE_FILE)
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
-        """Refuse: every trial spends privacy on the same data, and the sum would not be counted."""
+        """Refuse, because every trial spends privacy on the same data, and the sum would not be counted."""
         raise UserError(
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"

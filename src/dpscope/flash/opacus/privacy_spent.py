@@ -13,9 +13,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from opacus.accountants import RDPAccountant, create_accountant
 from opacus.accountants.analysis import rdp
 from opacus.accountants.utils import get_noise_multiplier
+from torch import Tensor
 
 from dpscope.errors import UserError
 
@@ -140,16 +142,39 @@ def _divergences(noise: float, rate: float, orders: tuple[float, ...]) -> Any:
 
 
 class SpentPrivacy:
-    """The accountant's history as a state that frameworks save and load; sharded optimizers do not hold it."""
+    """The accountant's history as a state that frameworks save and load; sharded optimizers do not hold it.
+
+    If the user's loader has a generator, its state is part of it: the draws after an epoch continue. Other draws are
+    secret, and stay out of checkpoints.
+    """
 
     def __init__(self, accountant: Any) -> None:
         self.accountant = accountant
+        self._draws: torch.Generator | None = None
+        self._saved_draws: Tensor | None = None
+
+    def follow(self, draws: torch.Generator | None) -> bool:
+        """Save the state of a loader's generator from now on, and set it to one that was loaded before.
+
+        Return whether a resumed run repeats the draws. Only then may it repeat noise: the same noise on other draws
+        would reveal the difference.
+        """
+        self._draws = draws
+        self._continue_draws()
+        return draws is not None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": _as_steps(self.accountant.history)}
+        draws = {} if self._draws is None else {"draws": self._draws.get_state()}
+        return {"history": _as_steps(self.accountant.history), **draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accountant.history = continued(self.accountant.history, state["history"])
+        self._saved_draws = state.get("draws")
+        self._continue_draws()
+
+    def _continue_draws(self) -> None:
+        if self._draws is not None and self._saved_draws is not None:
+            self._draws.set_state(self._saved_draws.cpu())
 
 
 class PrivacyBudget(SpentPrivacy):

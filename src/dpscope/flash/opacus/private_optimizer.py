@@ -371,6 +371,7 @@ class DPFlashOptimizer(DPOptimizer):
         noise can be removed. Without a generator nothing of the noise is saved.
         """
         state: dict[str, Any] = dict(self.original_optimizer.state_dict())
+        self._save_noise(self.original_optimizer, state)  # its hook is gone if the engine is detached
         if self.accountant is not None:
             state[HISTORY] = [tuple(steps) for steps in self.accountant.history]
         if self.engine.clip.learns:
