@@ -44,6 +44,17 @@ class PlacedLoader:
         return getattr(self.loader, name)
 
 
+class PrivateAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's optimizer, whose step goes straight to the private one.
+
+    Accelerate's own looks twice in each step whether a package for an optimizer is installed, which reads the disk. Its
+    other work, loss scaling and accumulation, is refused.
+    """
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
 def prepare_private(
     accelerator: Accelerator,
     model: nn.Module,
@@ -82,7 +93,7 @@ def prepare_private(
     prepared, accelerated = accelerator.prepare(model, optimizer)
     make = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     _, private, loader = make(module=prepared, optimizer=accelerated.optimizer, data_loader=data_loader, **privacy)
-    accelerated.optimizer = private
+    accelerated.optimizer, accelerated.__class__ = private, PrivateAcceleratedOptimizer
     accelerator.register_for_checkpointing(SpentPrivacy(engine.accountant))
     return prepared, accelerated, PlacedLoader(loader, accelerator.device), engine
 

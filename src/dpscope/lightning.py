@@ -80,6 +80,8 @@ class PrivateTraining(Callback):
                 f"private training needs one DataLoader to draw samples from, and was given {type(loader).__name__}: "
                 "give trainer.fit a DataLoader over the data set"
             )
+        dataset: Any = loader.dataset
+        self.budget.doubt_delta(len(dataset))
         (optimizer,) = trainer.optimizers
         _, private, private_loader = self.privacy_engine.make_private(
             module=self._spread(trainer, pl_module),

@@ -31,6 +31,12 @@ class RandomStates(NamedTuple):
             None if numpy is None else numpy.random.get_state(),
         )
 
+    def equals(self, other: RandomStates) -> bool:
+        """Return whether nothing was drawn between two looks at the same generators."""
+        same = torch.equal(self.cpu, other.cpu) and self.python == other.python
+        same = same and all(torch.equal(state, other.cuda[device]) for device, state in self.cuda.items())
+        return same and (self.numpy is None or repr(self.numpy) == repr(other.numpy))
+
     def put_back(self) -> None:
         """Set all of them to what they were."""
         torch.set_rng_state(self.cpu)

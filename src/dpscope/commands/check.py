@@ -39,7 +39,8 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 
 SECONDS_BETWEEN_LINES = 15.0
 
-OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "clipping", "seed")  # settings of the steps that are checked
+# Settings of the steps that are checked.
+OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "cuda_graph", "clipping", "seed")
 
 
 @click.command(name="check")
@@ -71,6 +72,7 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "clipping", "seed")  
 @setting_option("checkpoint_blocks")
 @setting_option("clipping", type=str, help=f"{'|'.join(CLIPPING_RULES)}: the clipping rule that is checked.")
 @setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
+@click.option("--cuda-graph", is_flag=True, help="Check steps that replay a CUDA graph (flash).")
 @setting_option(
     "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead."
 )
@@ -186,6 +188,8 @@ def _described(spec: RunSpec) -> Iterator[str]:
         yield SETTINGS["checkpoint_blocks"].label
     if spec.compile != EAGER:
         yield COMPILE_MODES[spec.compile]
+    if spec.cuda_graph:
+        yield SETTINGS["cuda_graph"].label
     if spec.clipping != "flat":
         yield f"{spec.clipping} clipping"
     if spec.accumulate > 1:

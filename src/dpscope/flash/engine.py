@@ -44,6 +44,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
+from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
@@ -198,6 +199,11 @@ class FlashEngine:
         return self.rehearsals.modules
 
     @property
+    def rows_are_grouped(self) -> bool:
+        """True if `group_rows` was called for the next backward pass."""
+        return self.groups is not self._usual_groups
+
+    @property
     def taps(self) -> list[InstanceMethod]:
         """The taps on the model. There is another list once it was tapped again."""
         return self._attachment.taps
@@ -219,8 +225,7 @@ class FlashEngine:
     # -- what taps ask -----------------------------------------------------------------------------------------------
 
     def slot(self, parameter: Tensor | None) -> Slot:
-        assert isinstance(parameter, nn.Parameter)
-        slot = self._slots.get(parameter)
+        slot = self._slots.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if slot is None:
             name = next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
             raise UserError(
@@ -270,6 +275,8 @@ class FlashEngine:
             >>> print(len(engine.norms))
             4
         """
+        if own_capture() is not None:
+            raise UserError("group_rows puts rows together on the host: call it in the ordinary loop")
         if self.state.recorded:
             raise UserError("group_rows comes before backward(): what was recorded was not grouped")
         self.groups = RowGroups.of_ids(ids)
@@ -356,17 +363,21 @@ class FlashEngine:
         sums = dict(self.running_sums.items())
         return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
 
-    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
-        """Count a micro-batch that a graph has run, as `accumulate` does."""
+    def count_replay(self, size: int, rows: Rows | None) -> None:
+        """Count a micro-batch that a graph is about to run, as a closing does."""
+        refuse_hooks(self._slots.values(), guards=1)
         self.state.replay(size, rows)
+        if rows is not None:
+            self.padding.add(rows)
+        self.state.count(size if rows is None else rows.real, self.clip.sensitivity(), rows)
+
+    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+        """Take what the graph has filled."""
         real = size if rows is None else rows.real
-        self.norms, self.factors = batch.norms[:real], batch.factors[:real]
+        self.norms, self.factors = batch.norms[:real].clone(), batch.factors[:real].clone()
         total = self.nonfinite_samples
         self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
         self.state.observe(None if batch.observed is None else batch.observed.clone())
-        if rows is not None:
-            self.padding.add(rows)
-        self.state.count(real, self.clip.sensitivity(), rows)
         for parameter, total_of_it in batch.sums.items():
             self.running_sums.put(parameter, total_of_it)
 

@@ -48,6 +48,7 @@ class Segments:
         self.limit = limit
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
+        self.step_peak = 0  # of allocated bytes, since somebody set it to 0
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, address), small and large
         self._at: dict[int, MemoryBlock] = {}  # free blocks by address
         self._next_address = 0
@@ -67,7 +68,8 @@ class Segments:
             self._put(remaining, pool)
         block.free = False
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.step_peak = max(self.step_peak, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.step_peak)
         return block
 
     def free(self, block: MemoryBlock) -> None:

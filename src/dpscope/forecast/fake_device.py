@@ -49,7 +49,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
-        yield FakeDevice(allocator, values)
+        yield FakeDevice(allocator, values, run)
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
@@ -104,8 +104,9 @@ class _Mode(FakeTensorMode):
 class FakeDevice:
     """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
-    def __init__(self, allocator: Allocator, values: FakeValues) -> None:
+    def __init__(self, allocator: Allocator, values: FakeValues, run: DryRun) -> None:
         self.allocator = allocator
+        self.run = run
         self._values = values
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
@@ -138,6 +139,7 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    yield patch("torch.cuda.default_generators", (torch.Generator(),))
     for name in ("init_gpu_context", "init_cuda_context"):  # which would take memory of a GPU that is here
         if hasattr(fake_tensor, name):
             yield patch.object(fake_tensor, name, lambda *args: None)

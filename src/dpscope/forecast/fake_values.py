@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpscope.errors import UserError
 
 LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
+LARGEST_MADE = 2**18  # elements of such that are made of less: tables of positions, causal masks
 
 
 class ReadsValues(UserError):
@@ -44,7 +45,7 @@ class FakeValues:
             device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
             with mode:
                 return self._shaped_by_values(func, known, device)
-        if known is not None and _is_followed(result):
+        if known is not None and _is_followed(result, known):
             self._follow(func, known, result)
         return result
 
@@ -97,9 +98,10 @@ class FakeValues:
 _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
 
-def _is_followed(result: Any) -> bool:
+def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
     """Return whether all that an operator returned is small enough, and of whole numbers or a scalar."""
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return bool(tensors) and all(
-        each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors
+    made, given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, known))
+    most = min(LARGEST_VALUE, max([LARGEST_MADE, *(each.numel() for each in given)]))
+    return bool(made) and all(
+        each.numel() <= most and (not each.dim() or not each.is_floating_point()) for each in made
     )

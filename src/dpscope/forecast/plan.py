@@ -187,10 +187,10 @@ def _plan_method(
     except UserError as refusal:
         return {**row, "refused": str(refusal)}
     fits = fit.batch >= (asked.batch_size or 1)
-    row |= {"largest_batch": fit.batch, "peaks": dict(sorted(fit.points.items()))}
+    row |= {"largest_batch": fit.batch, "peaks": {size: fit.points[size].peak_bytes for size in sorted(fit.points)}}
     if not fits:
         least = min(fit.points)
-        return {**row, "needs_bytes": fit.points[least], "needs_batch": least}
+        return {**row, "needs_bytes": fit.points[least].peak_bytes, "needs_batch": least}
     # As few passes as a logical batch can take, none of them nearly empty.
     batch = asked.batch_size or min(fit.batch, math.ceil(share / math.ceil(share / fit.batch)))
     say(f"{spec.method}: a step of {batch} in detail")
@@ -219,11 +219,10 @@ def _corrected_fit(
     spec: RunSpec, card: Card, most: int, say: Say, predicted: BatchFit, correct: Correction
 ) -> BatchFit:
     """Find the largest batch again, with the room that is left by what the prediction missed."""
-    missed = correct.missed_bytes(predicted.batch)
+    missed = correct.missed_bytes(predicted.points[predicted.batch], predicted.batch)
     is_close = abs(missed) < LEFT_FREE / 4 * predicted.limit
     fit = predicted if is_close else largest_batch(spec, card, most, say, predicted.limit - missed)
-    points = {size: peak + correct.missed_bytes(size) for size, peak in fit.points.items()}
-    return replace(fit, points={**points, **{each.batch_size: each.peak_bytes for each in correct.probes}})
+    return replace(fit, points={size: correct(step, size) for size, step in fit.points.items()})
 
 
 def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *, private: bool) -> dict[str, Any]:

@@ -55,9 +55,14 @@ class TrainerBase(ABC):
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
         moment(OPTIMIZER_CREATED)
+        self._take = self.make_graphed() if settings.cuda_graph else self.take_step
 
     def train_step(self, *batches: Batch) -> Tensor:
         """Take one step on one batch, or on several that form a logical batch; return the detached mean loss."""
+        return self._take(*batches)
+
+    def take_step(self, *batches: Batch) -> Tensor:
+        """Do the same without a CUDA graph."""
         self.optimizer.zero_grad(set_to_none=True)
         first, *more = batches
         loss = self._differentiate(first)
@@ -69,13 +74,18 @@ class TrainerBase(ABC):
 
     def _differentiate(self, batch: Batch) -> Tensor:
         """Run the forward and backward pass of one batch; return its mean loss."""
+        losses = self.losses_of(batch)
+        self.backward(losses)
+        return losses.detach().mean()
+
+    def losses_of(self, batch: Batch) -> Tensor:
+        """Run the forward pass of one batch; return one loss per sample, (B,)."""
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         if self.checkpoints is not None:
             self.checkpoints.require_runs()
         require_loss_per_sample(losses)
-        self.backward(losses)
-        return losses.detach().mean()
+        return losses
 
     def require_model(self, model: nn.Module) -> None:  # noqa: B027
         """Raise `UserError` for a model that this method cannot train."""
@@ -92,6 +102,13 @@ class TrainerBase(ABC):
         raise UserError(
             f"{type(self).__name__} does not say that it can train a compiled model (its method compile()): compare "
             f"--methods standard,flash, or measure it with --compile {EAGER}"
+        )
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        """Return `take_step` as a function that replays a CUDA graph, for a method that can."""
+        raise UserError(
+            f"{type(self).__name__} does not say that its step can be a CUDA graph (its method make_graphed()): "
+            "compare --methods standard,flash, or measure it without --cuda-graph"
         )
 
     @abstractmethod
@@ -153,7 +170,12 @@ class TrainerBase(ABC):
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         make: Callable[..., Optimizer] = getattr(torch.optim, OPTIMIZERS[self.settings.optimizer])
-        return make(parameters, lr=self.settings.learning_rate, **fastest_options(make, self.device.type))
+        options = fastest_options(make, self.device.type)
+        return make(parameters, lr=self.settings.learning_rate, **options, **self.optimizer_options(make))
+
+    def optimizer_options(self, optimizer: Callable[..., Optimizer]) -> dict[str, bool]:
+        """Return further options of the plain optimizer."""
+        return {}
 
 
 def fastest_options(optimizer: Callable[..., Optimizer], device: str) -> dict[str, bool]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.flash import make_graphed_step
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.gradients.contributions import Kept, Saved, Summed
 from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
@@ -14,11 +15,13 @@ from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
+from dpscope.trainers.graphed import PrivateGraph
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
+from dpscope.workloads.workload import Batch
 
 OPAQUE = "opaque modules"
 
@@ -106,6 +109,12 @@ class DPFlashClippingTrainer(StandardTrainer):
         )
         private.add_noise = in_phase(NOISE, private.add_noise)  # type: ignore[method-assign]
         return private
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        return PrivateGraph(make_graphed_step(self._loss_of, self.optimizer))
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        return self.losses_of(batch).mean()
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):

@@ -1,10 +1,14 @@
 """Ordinary training: the denominator of every comparison."""
 
+from collections.abc import Callable
+from inspect import signature
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.compilation import compile_model
+from dpscope.trainers.graphed import OrdinaryGraph
 from dpscope.trainers.spreading import spread
 from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
@@ -17,6 +21,16 @@ class StandardTrainer(TrainerBase):
 
     def compile(self, model: nn.Module) -> nn.Module:
         return compile_model(model, self.settings.compile)
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        """Return ordinary steps as a graph. A subclass has to say what it does: a graph might replay its noise."""
+        if type(self) is not StandardTrainer:
+            return super().make_graphed()
+        return OrdinaryGraph(self.take_step, self.optimizer)
+
+    def optimizer_options(self, optimizer: Callable[..., Optimizer]) -> dict[str, bool]:
+        captured = self.settings.cuda_graph and type(self) is StandardTrainer
+        return {"capturable": True} if captured and "capturable" in signature(optimizer).parameters else {}
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from dpscope.accelerate import PrivateAcceleratedOptimizer
+from dpscope.batches import batch_size_of
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
@@ -106,7 +108,12 @@ class PrivateTrainerMixin(_Host):
             )
 
     def _refuse_model(self) -> None:
-        """Raise UserError for a model whose loss of each sample is not known."""
+        """Raise UserError for a model that has nothing to train, or whose loss of each sample is not known."""
+        if self.model_init is None and not any(each.requires_grad for each in self.model.parameters()):
+            raise UserError(
+                "all parameters of the model are frozen, so there is nothing to train: set requires_grad_(True) on "
+                "some, or add an adapter (peft.get_peft_model)"
+            )
         if getattr(getattr(task_model(self.model), "config", None), "output_router_logits", False):
             raise UserError(
                 "the router loss of experts is one of the whole batch: set model.config.output_router_logits=False"
@@ -212,6 +219,7 @@ class PrivateTrainerMixin(_Host):
             if hasattr(private.original_optimizer, name):
                 setattr(private, name, getattr(private.original_optimizer, name))
         self._optimizer = accelerated.optimizer = private
+        accelerated.__class__ = PrivateAcceleratedOptimizer
         self._private_model = self.model
         self._first_step = FirstStep(private)
         self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
@@ -292,6 +300,8 @@ class PrivateTrainerMixin(_Host):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         real = real_rows(inputs)
         losses = self.sample_losses(model, inputs)
+        if self._has_own_losses:
+            check_losses(losses, batch_size_of(inputs), "sample_losses")
         self._losses.append(losses.detach()[:real].float())
         return losses.sum() / max(len(losses), 1)
 
@@ -319,8 +329,8 @@ class PrivateTrainerMixin(_Host):
         if self.compute_loss_func is None:
             assert labels is not None
             return sample_losses(model, outputs, labels, smoothing=self.args.label_smoothing_factor)
-        rows = len(labels if labels is not None else next(iter(rest.values())))
-        return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
+        losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        return check_losses(losses, batch_size_of(inputs), "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return the operations of a draw. The Trainer counts the parameters each time; here it is once."""

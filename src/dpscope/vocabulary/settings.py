@@ -21,6 +21,7 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
 CLIPPING_RULES = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
+SWITCHED = {"off": False, "on": True}  # what the flag of a switch that a sweep may vary is given
 EAGER = "none"
 CUDA_GRAPHS = "reduce-overhead"
 # mode of torch.compile -> what reports call a row that ran so
@@ -64,9 +65,10 @@ class Switch:
     what: str
 
     def __call__(self, value: object) -> bool:
-        if not isinstance(value, bool):
+        named = SWITCHED.get(value, value) if isinstance(value, str) else value
+        if not isinstance(named, bool):
             raise UserError(f"{self.what} must be True or False, not {value!r}")
-        return value
+        return named
 
 
 def memory_budget(value: object) -> str:
@@ -170,6 +172,14 @@ class TrainerSettings:
         words="{}",
         heading="Model runs",
         values=COMPILE_MODES,
+        several=True,
+    )
+    cuda_graph: bool = setting(
+        False,
+        Switch("cuda graph"),
+        "Replay steps as one CUDA graph (standard, flash); --cuda-graph off,on measures both.",
+        label="CUDA graph",
+        heading="Steps as a CUDA graph",
         several=True,
     )
     accumulate: int = setting(

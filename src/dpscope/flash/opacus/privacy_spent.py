@@ -180,14 +180,29 @@ class PrivacyBudget(SpentPrivacy):
         """Return the noise multiplier as given, or what the target ε needs for so many steps."""
         if self.noise is not None:
             return self.noise
-        multiplier: float = get_noise_multiplier(
-            target_epsilon=self.target,
-            target_delta=self.delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            accountant=self.accountant.mechanism(),
-        )
+        try:
+            multiplier: float = get_noise_multiplier(
+                target_epsilon=self.target,
+                target_delta=self.delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=self.accountant.mechanism(),
+            )
+        except ValueError as too_low:
+            raise UserError(
+                f"no noise reaches target_epsilon={self.target:g} at δ={self.delta:g} in {steps} steps of sample rate "
+                f"{sample_rate:.3g}: give a larger target_epsilon, fewer steps or a smaller batch"
+            ) from too_low
         return multiplier
+
+    def doubt_delta(self, samples: int) -> None:
+        """Warn of a δ that is not below 1 / samples: publishing one sample of the data would satisfy it."""
+        if self.delta >= 1 / samples:
+            warnings.warn(
+                f"target_delta={self.delta:g} is not below 1 / {samples} samples, and promises little: publishing one "
+                f"sample whole would satisfy it. Give less, such as {0.1 / samples:.0e}",
+                stacklevel=3,
+            )
 
     def steps_left(self, noise_multiplier: float, sample_rate: float) -> int | None:
         """Return how many more steps the target ε allows; None without a target."""

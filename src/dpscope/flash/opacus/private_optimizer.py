@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.flash.engine import FlashEngine
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
 from dpscope.flash.ranks.distributed import refuse_several_processes
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.update.captured_update import CapturedUpdate
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
@@ -284,6 +286,42 @@ class DPFlashOptimizer(DPOptimizer):
             how = self._privatisation()
             self._account()
             self._fused_update(stream, how)
+
+    # -- the step inside a CUDA graph (graphed/) -----------------------------------------------------------------------
+
+    def make_captured_update(self) -> CapturedUpdate | None:
+        """Return what a graph needs to hold noise and update, too; None if they have to follow it."""
+        served = all(p.is_contiguous() and p.dtype in TRITON_DTYPES for p in self.engine.parameters)
+        if not served or self.engine.clip.learns or not self._uses_fused_update():
+            return None
+        assert self._fused_update is not None
+        return self._fused_update.make_captured(next(iter(self.engine.parameters)).device)
+
+    def make_state(self) -> None:
+        """Make the state of parameters that have taken no step, as the first step would. A graph cannot."""
+        if self._uses_fused_update():
+            assert self._fused_update is not None
+            self._fused_update.make_state()
+
+    def next_ends_step(self, more: bool) -> bool:
+        """Return whether the next micro-batch ends its logical batch. `more`: parts of its draw are to come."""
+        return not (self._check_skip_next_step(pop_next=False) or more)
+
+    def capture_update(self, update: CapturedUpdate) -> None:
+        """Capture closing, noise and update of the micro-batch whose backward pass was captured."""
+        assert self._fused_update is not None
+        self._fused_update.capture(self.engine.factored_sums(), self._privatisation(), update)
+
+    def replay_update(self, update: CapturedUpdate, replay: Callable[[], None]) -> None:
+        """Take a step whose update a graph does: all of `step()` around `replay`, which runs the graph."""
+        self._begin()
+        self._skips()
+        self.engine.running_sums.ignore_gradients()
+        how = self._privatisation()
+        self._account()
+        update.fill(how.draw(), how.numbers)
+        replay()
+        update.end_replay()
 
     def _account(self) -> None:
         self._steps += 1

@@ -38,6 +38,10 @@ MOST_WAYS = 64
 """In which a model is called, as far as they are remembered."""
 
 
+class NotVerified(UserError):
+    """A call in a capture of a kind that could not be verified before: it has to run eagerly."""
+
+
 class UnknownCall(NamedTuple):
     """A call of a layer, or of a unit, that no rehearsal has seen: `dim` dimensions, one row for all if `shared`."""
 
@@ -131,14 +135,16 @@ class RehearsedCalls:
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure, verified = None, False
         if self._is_dry(call):
-            return BegunPass(call, way, self.buffers.look(), None)
+            if (run := dry_run.current()) is not None and run.verifies:
+                failure, verified = self._verify(call), True
+            return BegunPass(call, way, self.buffers.look(), failure, verified)
         if own_capture() is not None:
             if way not in self._rehearsed:
-                raise UserError("the batch has not been verified yet, because all of its samples are the same")
+                raise NotVerified("all samples of the batch are the same, which shows nothing of several")
             return BegunPass(call, way, self.buffers.look(), None)
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
-            if call.batch and dry_run.current() is None:
+            if call.batch:
                 failure, verified = self._verify(call), True
                 if self._mixing(call).has_different_samples():
                     self._remember(way)
@@ -157,8 +163,8 @@ class RehearsedCalls:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
         self.options.note()  # what forward itself has changed
         changed = self.buffers.changed(begun.buffers)
-        if changed and own_capture() is not None:
-            raise UserError(f"{changed[0]} is a buffer that forward changes")
+        if own_capture() is not None and (lost := [*changed, *self.buffers.replaced(begun.buffers)]):
+            raise UserError(f"{lost[0]} is a buffer that forward changes")
         if changed:
             self._judge_buffers(changed, begun.call)
         if begun.failure is not None:
@@ -254,6 +260,8 @@ class RehearsedCalls:
 
     def _find_rows(self, call: RootCall) -> None:
         """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""
+        if dry_run.current() is not None:
+            return
         rehearsal = Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
         rehearsal.judge()
         self._shared = rehearsal.shared
