@@ -135,6 +135,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 one size, or a list of sizes. Padding has no weight. A draw above the largest size comes as several
                 batches, of which the last takes the step.
             fused: Update in the same pass that adds the noise. Default: on a GPU with SGD, Adam or AdamW.
+            adam_bc: The floor γ′ of DP-AdamBC, which takes the variance of the noise out of Adam's v̂. Default: Adam.
             grad_sample_mode: Leave it out. Other modes than "flash" and "hooks" use Opacus's engine, with a warning.
             wrap_model: False returns a handle with `cleanup()` instead of the model, as Opacus does.
             **kwargs: Further arguments of Opacus's `make_private`.
