@@ -22,6 +22,7 @@ from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
@@ -235,6 +236,8 @@ class FlashEngine:
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         if not self.groups.is_plain and not self.forwards.in_trial:
+            if self.state.rows is not None:
+                raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
         if self.blocks is not None and self.blocks.add(slot, contribution):
             return

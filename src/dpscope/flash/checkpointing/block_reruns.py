@@ -32,7 +32,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.taps import Engine
 from dpscope.random_states import cuda_devices
 
-Use = Callable[[Left], None]  # takes what the layers of a block leave
+TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
 Finished = tuple[BlockPass, Tail, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
 
 
@@ -181,7 +181,7 @@ class BlockReruns:
     @contextmanager
     def running(
         self, passes: Sequence[BlockPass], finite: Tensor | None
-    ) -> Iterator[Callable[[BlockPass | None, Collection[str], Use], None]]:
+    ) -> Iterator[Callable[[BlockPass | None, Collection[str], TakeLayers], None]]:
         """Give a function that runs one of the blocks; then refuse blocks that gave their layers other gradients.
 
         The function takes None where only other ranks run the block. `finite`: samples that have a share, if known.
@@ -190,7 +190,7 @@ class BlockReruns:
         with ExitStack() as stack:
             anchor = self._begin(passes, stack) if passes else None
 
-            def run(each: BlockPass | None, names: Collection[str], use: Use) -> None:
+            def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
                 with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
                     if each is not None and anchor is not None:
                         tail = Tail(self._product_left_out(each))
@@ -228,7 +228,7 @@ class BlockReruns:
             self._refuse_other_gradients(refused[0])
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Use, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
         self.engine.wanted, self.engine.tail = left.keys(), tail

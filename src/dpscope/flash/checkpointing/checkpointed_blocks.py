@@ -201,7 +201,7 @@ class CheckpointedBlocks:
 
     @property
     def _has_groups(self) -> bool:
-        """Whether the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
+        """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
         return len(self.engine.clip.bounds) > 1 and self.reruns.sharded is None
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:

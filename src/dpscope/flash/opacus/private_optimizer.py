@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER, SECURE_RANKS
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
@@ -83,10 +84,7 @@ class DPFlashOptimizer(DPOptimizer):
         if engine.ranks is None:
             refuse_several_processes()
         elif secure_mode:
-            raise UserError(
-                "secure_mode draws its noise on each rank apart, which adds it once for every rank: leave it out; "
-                "the keys of flash clipping's own noise come from the operating system"
-            )
+            raise SECURE_RANKS.error()
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
@@ -189,10 +187,7 @@ class DPFlashOptimizer(DPOptimizer):
     def _refuse_adam_bc(self) -> None:
         """Refuse an update by torch, which knows no DP-AdamBC."""
         if self._adam_bc is not None:
-            raise UserError(
-                "adam_bc needs the fused update: call step() and not its halves, and give the optimizer no hooks and "
-                "no learning rate as a tensor"
-            )
+            raise ADAM_BC_UNFUSED.error(cause="this step")
 
     def _privatise(self) -> None:
         """Turn the record of backward into the private gradient in `.grad`."""
@@ -205,10 +200,7 @@ class DPFlashOptimizer(DPOptimizer):
         refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
-            raise UserError(
-                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
-                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
-            )
+            raise FOREIGN_SCALER.error()
         if self.engine.ranks is None:
             refuse_several_processes()
         if not self.engine.attached:
@@ -459,9 +451,9 @@ def _check_adam_bc(floor: Any, optimizer: Optimizer, fused: bool | None, secure_
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < math.inf:
         raise UserError(f"adam_bc must be a finite number above 0, such as 5e-8, not {floor!r}")
     if not isinstance(optimizer, Adam) or any(group["amsgrad"] for group in optimizer.param_groups):
-        raise UserError("adam_bc corrects Adam and AdamW without amsgrad: leave it out for other optimizers")
+        raise ADAM_BC.error()
     if fused is False or secure_mode:
-        raise UserError("adam_bc needs the fused update: leave out fused=False and secure_mode")
+        raise ADAM_BC_UNFUSED.error(cause="secure_mode" if secure_mode else "fused=False")
 
 
 def _require_noise(multiplier: float) -> None:
