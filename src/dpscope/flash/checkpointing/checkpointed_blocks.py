@@ -21,7 +21,7 @@ from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient
 from dpscope.flash.checkpointing.block_reruns import BlockReruns
 from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
 from dpscope.flash.gradients.combination import combine
-from dpscope.flash.gradients.contributions import Contribution, Kept
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import GroupedNorms, in_groups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
@@ -314,7 +314,7 @@ class CheckpointedBlocks:
         The block need not make them again, and those of all blocks are normed and summed at once.
         """
         room = (done.input_bytes + done.grad_bytes) // 8
-        sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}
+        sums = {slot: parts for slot, parts in done.gathered.items() if not any(part.saved for part in parts)}
         if len(sums) == len(done.gathered):
             return
         for slot, parts in sums.items():

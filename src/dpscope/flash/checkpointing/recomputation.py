@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
-from dpscope.flash.gradients.contributions import Contribution, Kept, Saved, held
+from dpscope.flash.gradients.contributions import Contribution, held
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.taps.block_tails import Tail
@@ -153,7 +153,7 @@ class BlockPass:
         """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
-            if isinstance(part, Saved) and part.decision.kept_if_held is not None:
+            if part.decision is not None and part.decision.kept_if_held is not None:
                 kept += part.decision.kept_if_held
             else:
                 others.append(part)
@@ -191,10 +191,7 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def _tensors(part: Contribution) -> tuple[Tensor, ...]:
-    if isinstance(part, Kept):
-        return (part.values,)
-    assert isinstance(part, Saved)
-    return part.first, part.g
+    return part.saved or (part.materialise(),)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

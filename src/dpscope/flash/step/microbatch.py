@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import combine, describe_combined
-from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, Saved, Summed, outer_sums, refuse_complex
+from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
 from dpscope.flash.gradients.norms import Factors, GroupedNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.row_groups import RowGroups
@@ -126,11 +126,11 @@ class MicroBatch:
     def _group_bytes(self, factored: bool) -> int:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
-        if any(isinstance(part, Saved) and part.copied for part in alone):
+        if any(part.is_copy for part in alone):
             return GROUP_BYTES_OF_COPIES
         if self._room is None:
             return GROUP_BYTES
-        kept = [part.values for part in alone if isinstance(part, Kept)]
+        kept = [values for part in alone if (values := part.per_sample) is not None]
         freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
         return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
 
@@ -204,8 +204,10 @@ def sum_parts(
 def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
     """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
     held: list[Any] = [part for of_it in parts for part in of_it]
-    held = [part for part in held if type(getattr(part, "inner", None)) is Kept]
-    sums = kept_sums([part.inner.values for part in held], scale) if held else []
+    held = [
+        part for part in held if (inner := getattr(part, "inner", None)) is not None and inner.per_sample is not None
+    ]
+    sums = kept_sums([part.inner.per_sample for part in held], scale) if held else []
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
@@ -219,7 +221,7 @@ def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRule
 
 def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
     """Replace g by per-sample gradients where those are sums over its positions."""
-    summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
+    summed = [(index, g) for index, of_it in enumerate(parts) if (g := of_it[0].summed_later) is not None]
     for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
         parts[index] = (Kept(sums),)
 
@@ -230,16 +232,15 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
     for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
-        kind = type(of_it[0]) if len(of_it) == 1 else None
-        if kind is Kept or kind is Outer:
-            key = kind if kind is Kept else of_it[0].form()  # type: ignore[attr-defined]
+        key = of_it[0].launch_key() if len(of_it) == 1 else None
+        if key is not None:
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
             if sizes[key] >= group_bytes:
                 full.append(open_groups.pop(key))
                 del sizes[key]
     groups = [*full, *open_groups.values()]
-    return sorted(groups, key=lambda group: type(parts[group[0]][0]) is not Kept)
+    return sorted(groups, key=lambda group: parts[group[0]][0].per_sample is None)
 
 
 def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:
@@ -257,14 +258,15 @@ def _sum_group(
     into: RunningSum | None,
     factored: bool,
 ) -> SumBatch:
-    kept = [part.values for part in parts if isinstance(part, Kept)]
-    outers = [part for part in parts if isinstance(part, Outer)]
+    kept = [values for part in parts if (values := part.per_sample) is not None]
     if kept and factored:
         return SumBatch(parameters, kept, scale)
     outs = [into(p) if into else None for p in parameters]
     # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
-    sums = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs, let_go_together=factored)
-    return SumBatch(parameters, sums, None)
+    if kept:
+        return SumBatch(parameters, kept_sums(kept, scale, outs=outs), None)
+    products = cast("list[Outer]", parts)  # no others have a `launch_key`
+    return SumBatch(parameters, outer_sums(products, scale, outs, let_go_together=factored), None)
 
 
 def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
