@@ -29,6 +29,7 @@ from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.checkpoint_calls import can_be_watched, watching
 
@@ -271,7 +272,7 @@ class CheckpointedBlocks:
         self._hold_sums(done)
         before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
         try:
-            with torch.autocast(device.type, enabled=False):
+            with no_autocast(device.type):
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
                 clip = self.engine.clip
                 norms = GroupedNorms(len(clip.bounds), samples, device)
@@ -296,7 +297,7 @@ class CheckpointedBlocks:
         rules = engine.path_rules
         before, rules.runs_again = rules.runs_again, True
         try:
-            with torch.autocast(device, enabled=False):
+            with no_autocast(device):
                 if done.input is not None:
                     done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
                 micro = engine.micro_batch(list(done.gathered.items()), groups=groups)

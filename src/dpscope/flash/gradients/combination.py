@@ -18,6 +18,7 @@ from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Ou
 from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, exact_path
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
@@ -30,7 +31,7 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     x, head = outer.x, outer.g
     dtype = wide(g.dtype)
     batch, length = ids.shape
-    step = max(1, contributions.SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
+    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
     total = torch.zeros(batch, dtype=torch.float64, device=g.device)
     for start in range(0, length, step):
         part = slice(start, start + step)

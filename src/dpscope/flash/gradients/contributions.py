@@ -27,13 +27,9 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.flash.kernels.triton_runtime import rows_are_aligned
+from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES, rows_are_aligned
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
-
-# Scratch memory for per-sample gradients that are only squared (`direct`) and for gathered rows. It is taken when
-# backward has freed its activations; with an eighth of it the host is slower than the GPU.
-SCRATCH_BYTES = 2**29
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
