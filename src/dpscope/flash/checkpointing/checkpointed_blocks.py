@@ -22,7 +22,7 @@ from dpscope.flash.checkpointing.block_reruns import BlockReruns
 from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
-from dpscope.flash.gradients.norms import GroupedNorms, in_groups
+from dpscope.flash.gradients.norms import GroupedNorms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MicroBatch
@@ -301,7 +301,7 @@ class CheckpointedBlocks:
                 if done.input is not None:
                     done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
                 micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
-                done.close(in_groups(dict(zip(groups, micro.squared, strict=True)), len(engine.clip.bounds)))
+                done.close(micro.squared, groups)
                 done.sums = list(micro.sums(into=None, factored=False))
                 done.sensitivity = engine.clip.sensitivity()
         finally:

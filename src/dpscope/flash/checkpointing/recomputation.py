@@ -101,6 +101,7 @@ class BlockPass:
         self.gathered: dict[Slot, list[Contribution]] = {}
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (G, B) squared, once they are taken
+        self.groups: Sequence[int] | None = None  # whose norms these are; None: all
         self.shape: Any = None  # of its samples: see `BlockChoices.is_held`
         self.sums: list[SumBatch] = []  # if it is summed
         self.sensitivity = 0.0  # of these sums
@@ -108,10 +109,10 @@ class BlockPass:
         self.is_measured = not summed  # how much it takes is to be found
         self.activations = 0  # bytes that its forward adds to what is live
 
-    def close(self, norms: Tensor) -> None:
-        """Store the norms and release the contributions of the layers."""
+    def close(self, norms: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Store the norms, of all groups or of some, and release the contributions of the layers."""
         self.slots, self.gathered = list(self.gathered), {}
-        self.norms = norms
+        self.norms, self.groups = norms, groups
 
     @property
     def batch_size(self) -> int:

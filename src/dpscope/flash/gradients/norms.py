@@ -6,7 +6,7 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -159,10 +159,20 @@ class GroupedNorms:
         self._groups, self._batch, self._device = groups, batch, device
         self._sums: dict[int, NormSum] = {}  # of groups that occur
         self._added: list[Tensor] = []
+        self._rows: dict[int, Tensor] = {}
 
-    def add(self, norms_squared: Tensor) -> None:
-        """Add squared norms of all groups, (G, B)."""
-        self._added.append(norms_squared)
+    def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Add squared norms, (G, B), of some groups or of all."""
+        if groups is None:
+            self._added.append(norms_squared)
+            return
+        for group, squared in zip(groups, norms_squared, strict=True):
+            self.add_row(group, squared)
+
+    def add_row(self, group: int, norms_squared: Tensor) -> None:
+        """Add squared norms of one group, (B,)."""
+        before = self._rows.get(group)
+        self._rows[group] = norms_squared if before is None else before + norms_squared
 
     def _of(self, group: int) -> NormSum:
         if group not in self._sums:
@@ -187,8 +197,11 @@ class GroupedNorms:
 
     def result(self) -> Tensor:
         """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
-        self._of(0)
-        total = in_groups({group: each.result() for group, each in self._sums.items()}, self._groups)
+        for group, each in self._sums.items():
+            self.add_row(group, each.result())
+        if not self._rows:
+            self._rows[0] = NormSum(self._batch, self._device).total
+        total = in_groups(self._rows, self._groups)
         for squared in self._added:
             total += squared.to(total)
         return total
