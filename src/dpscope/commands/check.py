@@ -88,7 +88,8 @@ def command(
     """Compare each method's norms, factors and clipped sums with one sample at a time through plain autograd.
 
     Then test its steps on neighbouring batches, its noise and its accountant. Exit code 0: every method that ran is
-    exact and breaches nothing. 1: one is not or does, or none ran. 2: wrong usage, or it cannot be checked.
+    exact and breaches nothing. 1: a method is not exact or breaches privacy, or none ran. 2: wrong usage, or it cannot
+    be checked.
     """
     config = workload_from(options)
     seq_len = options.pop("seq_len")
@@ -137,7 +138,7 @@ def _check_ranks(
     tolerance: float | None,
     **others: Any,
 ) -> NoReturn:
-    """Hold runs on several ranks against one process, method by method."""
+    """Compare runs on several ranks with one process, method by method."""
     from dpscope.runner.rank_check import check_ranks
 
     given = [name for name in ("paths", "time_paths", "sizes") if others[name]]
@@ -163,7 +164,7 @@ def _check_ranks(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Give a function that reports progress: in place on a terminal, else a line on standard error now and then."""
+    """Return a function that reports progress: in place on a terminal, else as occasional lines on standard error."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda what: status.update(f"checking: {what}")

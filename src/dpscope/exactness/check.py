@@ -171,7 +171,7 @@ def check(
 
 
 def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """Return a method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
+    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
     if isinstance(method, str):
         found = resolve_method(method)
         return found.name, partial(load_trainer, found)
@@ -187,7 +187,7 @@ def _require_gradients(reference: Reference, mixing: str | None) -> None:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Reference that every method is compared with, and how near it has to come."""
+    """Reference that every method is compared with, and the allowed error."""
 
     subject: Subject
     reference: Reference

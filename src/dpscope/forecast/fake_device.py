@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
+"""A simulated CUDA device: torch runs a step on fake tensors, which have shapes and storages but no values.
 
 In Python a tensor of this device reports `cuda:0`. The dispatcher gives it CUDA's keys, which autocast and autograd
 use. In C++ it is on `meta`, so that streams and device guards never look for a GPU.
@@ -49,7 +49,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
-        yield FakeDevice(allocator, values)
+        yield FakeDevice(allocator, values, run)
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
@@ -57,9 +57,9 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class _Mode(FakeTensorMode):
-    """Mode in which tensors are fake. It counts what they take, and follows values that are known.
+    """Mode in which tensors are fake. It counts their memory and tracks known values.
 
-    Operators that torch's fake tensors are made of are not looked at: a GPU has kernels of its own in their place.
+    Operators inside torch's implementation of fake tensors are ignored: a GPU runs other kernels in their place.
     """
 
     def __init__(self, allocator: Allocator, values: FakeValues) -> None:
@@ -104,14 +104,15 @@ class _Mode(FakeTensorMode):
 class FakeDevice:
     """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
-    def __init__(self, allocator: Allocator, values: FakeValues) -> None:
+    def __init__(self, allocator: Allocator, values: FakeValues, run: DryRun) -> None:
         self.allocator = allocator
+        self.run = run
         self._values = values
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
         """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
 
-        Values of whole numbers are known: ids and masks decide what some models do.
+        Integer values are kept, because ids and masks decide what some models do.
         """
         if rows is not None and tensor.dim() and len(tensor) != rows:
             with _disable_current_modes():
@@ -138,6 +139,7 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    yield patch("torch.cuda.default_generators", (torch.Generator(),))
     for name in ("init_gpu_context", "init_cuda_context"):  # which would take memory of a GPU that is here
         if hasattr(fake_tensor, name):
             yield patch.object(fake_tensor, name, lambda *args: None)
@@ -175,7 +177,7 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _take(parameter: Tensor, moved: Tensor) -> None:
-    """Do what `Module.to` and `Module.half` do, with a fake parameter, which cannot be swapped with another tensor."""
+    """Do what `Module.to` and `Module.half` do for a fake parameter, which cannot be swapped with another tensor."""
     if moved is not parameter:
         parameter.data = moved.data
 

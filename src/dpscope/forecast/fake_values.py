@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpscope.errors import UserError
 
 LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
+LARGEST_MADE = 2**18  # elements of such that are made of less: tables of positions, causal masks
 
 
 class ReadsValues(UserError):
@@ -32,7 +33,7 @@ class FakeValues:
         self._values[tensor] = value
 
     def call(self, func: Any, args: Any, kwargs: Any, make: Callable[[], Any], mode: FakeTensorMode) -> Any:
-        """Return what an operator gives on fake tensors of the mode, by `make`, and follow the values."""
+        """Return the result of an operator on fake tensors, computed by `make`, and track known values."""
         known = self._known_arguments(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(None if known is None else known[0][0])
@@ -44,12 +45,12 @@ class FakeValues:
             device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
             with mode:
                 return self._shaped_by_values(func, known, device)
-        if known is not None and _is_followed(result):
+        if known is not None and _is_followed(result, known):
             self._follow(func, known, result)
         return result
 
     def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None, device: torch.device) -> Any:
-        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
+        """Return the result of an operator such as unique, whose shape depends on values, if the values are known."""
         if known is None:
             raise ReadsValues(
                 f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
@@ -97,9 +98,10 @@ class FakeValues:
 _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
 
-def _is_followed(result: Any) -> bool:
-    """Return whether all that an operator returned is small enough, and of whole numbers or a scalar."""
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return bool(tensors) and all(
-        each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors
+def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
+    """Return whether all results of an operator are small enough, and integers or scalars."""
+    made, given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, known))
+    most = min(LARGEST_VALUE, max([LARGEST_MADE, *(each.numel() for each in given)]))
+    return bool(made) and all(
+        each.numel() <= most and (not each.dim() or not each.is_floating_point()) for each in made
     )

@@ -27,71 +27,82 @@ FARTHEST = 16  # times the largest batch that fits, to the next one that is trie
 
 @dataclass
 class BatchFit:
-    """Largest batch that fits, 0 if not even one sample does. `points`: peaks in bytes by batch."""
+    """Largest batch that fits, 0 if not even one sample does. `points`: steps that were tried and fit, by batch."""
 
     batch: int
     limit: int
-    points: dict[int, int] = field(default_factory=dict)
+    points: dict[int, StepForecast] = field(default_factory=dict)
 
 
 def memory_limit(card: Card) -> int:
-    """Return what a plan lets torch's allocator reserve."""
+    """Return the bytes that torch's allocator may reserve in a plan."""
     return int(card.usable_bytes * (1 - LEFT_FREE))
 
 
 def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | None = None) -> BatchFit:
-    """Find the largest batch of at most `most` samples whose step fits."""
-    allowed = memory_limit(card) if limit is None else limit
-    fit = BatchFit(0, allowed)
-    failing = most + 1
+    """Find the largest batch of at most `most` samples whose step fits, and that of a somewhat smaller one, too.
 
-    def try_out(batch: int) -> bool:
-        say(f"{spec.method}: a step of {batch}")
-        try:
-            step = _try(spec, card, batch, allowed)
-        except OutOfFakeMemory:
-            return False
-        fit.points[batch] = step.peak_bytes
-        return True
+    Near the limit it hangs on chance which freed blocks serve the next tensor, and what is reserved goes up and down: a
+    batch that fits above one that does not is not taken.
+    """
+    fit = BatchFit(0, memory_limit(card) if limit is None else limit)
+    tried: dict[int, bool] = {}
 
-    say(f"{spec.method}: a step of 1")
-    first = forecast_step(replace(spec, batch_size=1), card, detailed=False)
-    fit.points[1] = first.peak_bytes
-    if first.peak_bytes > allowed or (first.reserved_bytes > allowed and not try_out(1)):
+    def fits(batch: int) -> bool:
+        if batch not in tried:
+            say(f"{spec.method}: a step of {batch}")
+            try:
+                fit.points[batch] = forecast_step(
+                    replace(spec, batch_size=batch), card, detailed=False, limit=fit.limit
+                )
+            except OutOfFakeMemory:
+                tried[batch] = False
+            else:
+                tried[batch] = True
+        return tried[batch]
+
+    if not fits(1):
+        fit.points[1] = forecast_step(replace(spec, batch_size=1), card, detailed=False)
         return fit
-    fit.batch = 1
+    fit.batch, failing = 1, most + 1
     if most > 4:
-        fit.batch, failing = (4, failing) if try_out(4) else (1, 4)
+        fit.batch, failing = (4, failing) if fits(4) else (1, 4)
     for _ in range(MOST_STEPS_TRIED):
-        if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
+        if fit.batch >= most or failing - fit.batch <= _close(fit.batch):
             break
         guess = _guess(fit, failing, most)
         if guess <= fit.batch:
             break
-        if try_out(guess):
+        if fits(guess):
             fit.batch = guess
         else:
             failing = guess
+    while failing <= most and fit.batch > 1:
+        smaller = fit.batch - _close(fit.batch), fit.batch - max(1, int(2 * CLOSE * fit.batch))
+        if fits(fit.batch) and any(map(fits, smaller)):
+            break
+        fit.batch = smaller[0]
     return fit
 
 
-def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
-    return forecast_step(replace(spec, batch_size=batch), card, detailed=False, limit=limit)
+def _close(batch: int) -> int:
+    return max(1, int(CLOSE * batch))
 
 
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
 
-    The line of small batches may be that of another phase than the one that counts later: no step is too large. Where
-    one more sample is clearly beyond the limit, that is the batch that fits.
+    At small batches another phase may set the peak, so no step towards the limit is too large. If one more sample is
+    clearly beyond the limit, the batch before it is the answer.
     """
     reached = float(fit.batch + failing) / 2
     sizes = sorted(size for size in fit.points if size <= fit.batch)
     if len(sizes) >= 2:
         low, high = sizes[-2:]
-        slope = (fit.points[high] - fit.points[low]) / (high - low)
-        reached = high + (fit.limit - fit.points[high]) / slope if slope > 0 else math.inf
-        if fit.points[high] + slope > (1 + CLEARLY) * fit.limit and failing <= most:
+        least, largest = fit.points[low].peak_bytes, fit.points[high].peak_bytes
+        slope = (largest - least) / (high - low)
+        reached = high + (fit.limit - largest) / slope if slope > 0 else math.inf
+        if largest + slope > (1 + CLEARLY) * fit.limit and failing <= most:
             return fit.batch
     if reached >= failing and failing <= most:
         # A step reserves somewhat more than it holds, so that the line's end itself often fails.

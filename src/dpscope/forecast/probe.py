@@ -1,9 +1,9 @@
-"""Short steps on the GPU at hand, and what they tell of larger batches.
+"""Short steps on the GPU at hand, and what they say about larger batches.
 
-A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
-peak is off by a line in the batch size. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
-recording, even if the step waits for the host; that grows as predicted. The host's part is the time of steps in which
-the GPU waits, and is the same for all sizes.
+A step is predicted at the probed sizes too, and the errors there correct the prediction for another size. The error of
+the peak is linear in the batch size. Its time has two parts. The GPU's busy time, recorded by a profiler, grows as
+predicted even if the step waits for the host. The host's part is the time of steps in which the GPU waits. It is the
+same for all sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dpscope.errors import UserError
+from dpscope.flash.sample_rows.schedule import SMALL_BATCH
 from dpscope.forecast.cards import CARDS
 from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
@@ -30,8 +31,8 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
 
-LEAST_TIMED, MOST_TIMED = 5, 20  # steps
-ENOUGH = 1.0  # seconds of steps
+ROUNDS = 3
+ROUND_SECONDS, MOST_TIMED = 0.3, 8  # of timed steps in a round
 WAITING = 1.2  # step time over the GPU's busy time from which on the GPU waits for the host
 Say = Callable[[str], None]
 
@@ -41,43 +42,81 @@ class Probe:
     """Measured steps of one batch size: peak of allocated bytes, median time, and the GPU's busy time."""
 
     batch_size: int
-    peak_bytes: int
+    peak_bytes: int  # of the first steps, in which flash clipping verifies the model
     seconds: float
     gpu_seconds: float
 
 
-def probe(spec: RunSpec, *, warmup: int = 3) -> Probe:
-    """Take a few steps of a spec on this GPU. What they allocate is freed before this returns."""
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    training = TrainingSteps(replace(spec, device="cuda"), warmup=warmup)
+def probe(specs: Sequence[RunSpec]) -> list[Probe]:
+    """Take a few steps of each spec on this GPU. What they allocate is freed before this returns.
+
+    The host's pace changes within seconds, so all are trained in turn, if the GPU has room for them together.
+    """
     try:
-        training.warm_up()
-        training()
-        training.require_finite_losses()  # which waits for the device
-        peak = torch.cuda.max_memory_allocated() - base
+        return _probe(specs)
+    except torch.OutOfMemoryError:
+        if len(specs) == 1:
+            raise
+    free_memory()  # which the error had held
+    return [_probe([spec])[0] for spec in specs]
+
+
+def _probe(specs: Sequence[RunSpec]) -> list[Probe]:
+    trainings: list[_Training] = []
+    try:
+        for spec in specs:
+            trainings.append(_Training(replace(spec, device="cuda")))
         gc.collect()
         gc.disable()  # it would stop some of the steps, and not others
-        seconds = _seconds(training)
-        training.require_finite_losses()
-        busy = busy_seconds(training)
-        return Probe(spec.batch_size, peak, seconds, min(busy or seconds, seconds))
+        for _ in range(ROUNDS):
+            for each in trainings:
+                each.time_steps()
+        return [each.probe() for each in trainings]
     finally:
         gc.enable()
-        del training
+        del trainings
         free_memory()
 
 
-def _seconds(step: Callable[[], object]) -> float:
-    clock = CudaClock()
-    begin = time.perf_counter()
-    clock.mark()
-    for done in range(MOST_TIMED):
-        if done >= LEAST_TIMED and time.perf_counter() - begin > ENOUGH:
-            break
-        step()
+class _Training:
+    """Training whose first steps are done, in turn with others."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        torch._C._cuda_clearCublasWorkspaces()  # each training makes its own
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        # Until flash clipping has made its self-test once more, when the optimizer has its state.
+        self._steps = TrainingSteps(spec, warmup=4 if spec.batch_size >= SMALL_BATCH else 8)
+        self._steps.warm_up()
+        begin = time.perf_counter()
+        self._steps()
+        self._steps.require_finite_losses()  # which waits for the device
+        self._about_seconds = time.perf_counter() - begin
+        self._batch_size = spec.batch_size
+        self._peak_bytes = torch.cuda.max_memory_allocated() - base
+        self._intervals: list[float] = []
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._steps.trainer.optimizer.zero_grad(set_to_none=True)
+
+    def time_steps(self) -> None:
+        """Time a few steps, after one during which the host gets ahead of the GPU."""
+        self._steps()
+        clock = CudaClock()
         clock.mark()
-    return statistics.median(clock.intervals_ms()) / 1e3
+        for _ in range(max(1, min(MOST_TIMED, int(ROUND_SECONDS / self._about_seconds)))):
+            self._steps()
+            clock.mark()
+        self._intervals += clock.intervals_ms()
+        self._steps.require_finite_losses()
+        self._let_go()
+
+    def probe(self) -> Probe:
+        seconds = statistics.median(self._intervals) / 1e3
+        busy = busy_seconds(self._steps)
+        self._let_go()
+        return Probe(self._batch_size, self._peak_bytes, seconds, min(busy or seconds, seconds))
 
 
 def free_memory() -> None:
@@ -95,14 +134,18 @@ class Correction:
     probes: Sequence[Probe]
     forecasts: Sequence[StepForecast]  # of the same sizes
 
-    def missed_bytes(self, batch_size: int) -> int:
-        """Return by how much a peak is above its prediction: on a line between probes, and beyond them as it grows.
+    def missed_bytes(self, step: StepForecast, batch_size: int) -> int:
+        """Return how far a peak is above its prediction: interpolated between probes, extrapolated beyond them.
 
-        A miss that shrinks with the batch, or hardly was one at the smaller size, is of something that happens at one
-        of them: no line.
+        Only probes that peak in the same place count: in verification, or in a step. An error that shrinks with the
+        batch, or was tiny at the smaller size, is not extrapolated.
         """
-        sizes = [each.batch_size for each in self.probes]
-        misses = [each.peak_bytes - step.peak_bytes for each, step in zip(self.probes, self.forecasts, strict=True)]
+        pairs = zip(self.probes, self.forecasts, strict=True)
+        alike = [(each, guess) for each, guess in pairs if guess.peaks_verifying == step.peaks_verifying]
+        sizes = [each.batch_size for each, _ in alike]
+        misses = [each.peak_bytes - guess.peak_bytes for each, guess in alike]
+        if not sizes:
+            return 0
         if batch_size < sizes[-1]:
             return round(np.interp(batch_size, sizes, misses))
         grows = len(sizes) > 1 and 0.9 * sizes[-2] / sizes[-1] < misses[-2] / (misses[-1] or 1) < 1
@@ -120,7 +163,7 @@ class Correction:
         probed, predicted, host = self.probes[-1], self.forecasts[-1], self.host_seconds
         gaps = min(max(probed.seconds / slower_of(probed.gpu_seconds, host), 1.0), WAITING)  # between kernels
         busy = gaps * probed.gpu_seconds * step.gpu_seconds / predicted.gpu_seconds
-        missed = self.missed_bytes(batch_size)
+        missed = self.missed_bytes(step, batch_size)
         return replace(
             step,
             peak_bytes=step.peak_bytes + missed,
@@ -136,7 +179,7 @@ LONGEST_PROBE = 600.0
 
 
 def local_card(named: str | None = None) -> str:
-    """Return the name of this machine's GPU in the table of cards, or the one that is given in its place."""
+    """Return the name of this machine's GPU in the table of cards, or the given replacement."""
     if not torch.cuda.is_available():
         raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction")
     if named is not None:
@@ -153,7 +196,7 @@ def local_card(named: str | None = None) -> str:
 
 
 def probe_in_process(spec: RunSpec, batches: Sequence[int], say: Say) -> list[Probe]:
-    """Probe a spec at several batches in a process of its own, the smallest first, until one runs out of memory."""
+    """Probe a spec at several batches in a process of its own, without those that run out of memory."""
     sizes = sorted(set(batches))
     say(f"{spec.method}: short steps of {', '.join(map(str, sizes))}")
     command = [sys.executable, "-m", "dpscope.forecast.probe", json.dumps(spec.to_dict()), *map(str, sizes)]
@@ -170,9 +213,16 @@ def probe_in_process(spec: RunSpec, batches: Sequence[int], say: Say) -> list[Pr
 
 def _main() -> None:
     spec, *sizes = sys.argv[1:]
-    for size in sizes:
-        found = probe(replace(RunSpec.from_dict(json.loads(spec)), batch_size=int(size)))
-        print(ANSWER + json.dumps(asdict(found)), flush=True)
+    specs = [replace(RunSpec.from_dict(json.loads(spec)), batch_size=int(size)) for size in sizes]
+    while specs:
+        try:
+            found = probe(specs)
+        except torch.OutOfMemoryError:
+            specs.pop()  # the largest
+            continue
+        for each in found:
+            print(ANSWER + json.dumps(asdict(each)), flush=True)
+        return
 
 
 if __name__ == "__main__":

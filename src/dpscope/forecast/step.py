@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
 
+VERIFIED = (True, False, True)  # of steps before the last: flash clipping verifies the model in it
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -38,8 +39,9 @@ SAMPLES = 4  # of a batch that are really made, for their ids and masks; others 
 class StepForecast:
     """Predicted peak and time of one step."""
 
-    peak_bytes: int  # that torch's allocator hands out at most
+    peak_bytes: int  # that torch's allocator hands out at most, while flash clipping verifies the model included
     reserved_bytes: int  # that it takes from the device for that
+    step_bytes: int = 0  # peak of a step in which nothing is verified
     components: dict[str, int] = field(default_factory=dict)  # of the peak; they add up to it
     seconds: float = 0.0
     gpu_seconds: float = 0.0
@@ -48,6 +50,11 @@ class StepForecast:
     families: dict[str, list[float]] = field(default_factory=dict)  # [flops, bytes, kernels, seconds]
     operators: int = 0
     kernels: int = 0
+
+    @property
+    def peaks_verifying(self) -> bool:
+        """True if the peak is that of flash clipping's verification, and not of a step."""
+        return self.peak_bytes > self.step_bytes
 
 
 def forecast_step(
@@ -105,22 +112,27 @@ def _step(
     detailed: bool,
     attributed: bool,
 ) -> StepForecast:
-    # The second step is like all that follow; a checkpointed model's blocks are chosen by what the first ones took.
-    for _ in range(2 if spec.checkpoint_blocks else 1):
+    # As in training, the first step is verified, and a later one, when the optimizer has its state. What is reserved
+    # grows until the third: blocks that were split in one step do not always serve the next.
+    for verifies in VERIFIED:
+        device.run.verifies = verifies
         trainer.train_step(*batches)
+    device.run.verifies = False
     segments = device.allocator.segments
-    if not detailed:
-        trainer.train_step(*batches)
-        return StepForecast(segments.peak_allocated, segments.peak_reserved)
+    segments.step_peak = 0
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
-    with work.watching(), CollectiveBytes() as sent:
+    with work.watching() if detailed else nullcontext(), CollectiveBytes() as sent:
         trainer.train_step(*batches)
-    peak, reserved = segments.peak_allocated, segments.peak_reserved
+    steady, peak, reserved = segments.step_peak, segments.peak_allocated, segments.peak_reserved
+    if not detailed:
+        return StepForecast(peak, reserved, steady)
+    device.run.verifies = peak > steady
     components = _components(trainer, batches, device) if attributed else {}
     sending = 8e-9 * sum(each["sent_bytes"] for each in sent.collectives.values()) / spec.link_gbps
     return StepForecast(
         peak,
         reserved,
+        steady,
         {**components, UNATTRIBUTED: peak - sum(components.values())},
         max(work.seconds, sending),
         work.gpu_seconds,

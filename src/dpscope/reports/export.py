@@ -34,7 +34,7 @@ def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return all that is known of each row; None if nothing was measured."""
+    """Return all known figures of each row; None for what was not measured."""
     names = dict.fromkeys(name for row in rows for name in (*row.spec, *row.spec["workload"]))
     settings = [name for name in names if name not in NOT_SETTINGS and len({repr(row.field(name)) for row in rows}) > 1]
     compositions = [composition for row in rows if (composition := composition_of(row))]

@@ -167,7 +167,7 @@ class Row:
         return [result for result in self.measured.values() if result.ok]
 
     def first_of(self, read: Callable[[Result], Value]) -> Value | None:
-        """Return what the first successful measurement has of something; None if none has any of it."""
+        """Return a value from the first successful measurement that has it; None if none does."""
         return next((found for result in self.ended_well if (found := read(result))), None)
 
     @property
@@ -280,7 +280,7 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
 
 
 def figure_of(*candidates: Any) -> float | None:
-    """Return the first that is a number, and one that can be measured: finite, and not below zero."""
+    """Return the first value that is a finite number of at least zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
 
@@ -305,9 +305,9 @@ def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Return the fields that tell rows apart: always the method and the batch, never a missing sequence.
+    """Return the fields that distinguish rows: always the method and the batch, never a missing sequence.
 
-    Numbers of steps do where rows differ in nothing else.
+    Numbers of steps are included if rows differ in nothing else.
     """
     always = {"method", "batch_size", *(["seq_len"] if any(row.field("seq_len") for row in rows) else [])}
     never = {"seq_len", *(() if any(row.step_counts for row in rows) else REPEATS)}

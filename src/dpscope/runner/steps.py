@@ -102,7 +102,7 @@ class TrainingSteps:
             self._done += 1
 
     def require_finite(self) -> None:
-        """Check the losses, and the parameters after the last update. To be called after all figures are taken."""
+        """Check the losses, and the parameters after the last update. Call it after all measurements."""
         self.require_finite_losses()
         if name := _parameter_not_finite(self.trainer):
             raise MeasurementFailed(
@@ -138,7 +138,7 @@ class TrainingSteps:
 
 
 def _parameter_not_finite(trainer: TrainerBase) -> str | None:
-    """Return the first such parameter's name. Only extremes are computed, which takes no memory of its size."""
+    """Return the first parameter that is not finite. Only extremes are computed, which needs no extra memory."""
     for name, parameter in trainer.model.named_parameters():
         values = parameter.detach()
         if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):

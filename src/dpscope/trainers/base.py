@@ -32,9 +32,9 @@ AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parame
 class TrainerBase(ABC):
     """Base of trainers: it owns a model and a method, and does `train_step(batch)`.
 
-    A subclass says how model and optimizer are prepared, and what a backward pass and an update are. For the memory
-    instrument it may also say what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the optimizer
-    applied, unless the update consumes it piece by piece (flash).
+    A subclass defines how model and optimizer are prepared, and the backward pass and the update. For the memory
+    instrument it may also declare what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the
+    optimizer applied, unless the update consumes it piece by piece (flash).
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
@@ -128,7 +128,7 @@ class TrainerBase(ABC):
         """Take one optimizer step from those gradients."""
 
     def accumulate(self) -> None:
-        """Keep those gradients for the step: another batch of the same logical batch follows.
+        """Keep the gradients for the step, because another batch of the same logical batch follows.
 
         An optimizer with Opacus's `signal_skip_step` clips and sums the batch without a step, as `BatchMemoryManager`
         makes loops do.
@@ -150,10 +150,10 @@ class TrainerBase(ABC):
         yield from model_holdings(self.plain_model, self.optimizer)
 
     def begin_measuring(self) -> None:  # noqa: B027  (most trainers do the same in every step)
-        """Leave out, from now on, work that is not part of every step."""
+        """Skip, from now on, work that is not part of every step."""
 
     def notes(self) -> list[Note]:
-        """Return what a reader of this row's figures should know about how the method trains this model."""
+        """Return notes for readers of this row's figures on how the method trains the model."""
         return []
 
     def noise_generator(self) -> torch.Generator:
@@ -179,7 +179,7 @@ class TrainerBase(ABC):
 
 
 def fastest_options(optimizer: Callable[..., Optimizer], device: str) -> dict[str, bool]:
-    """Ask for the fused CUDA implementation, as ordinary training would: an honest denominator."""
+    """Return options for the fused CUDA implementation, which ordinary training would use: a fair baseline."""
     return {"fused": True} if device == "cuda" and "fused" in signature(optimizer).parameters else {}
 
 
@@ -211,7 +211,7 @@ def require_loss_per_sample(losses: object) -> None:
 
 
 def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None:
-    """Raise `UserError` unless the batch, which may be `accumulate` batches in one, has as many samples as was said."""
+    """Raise `UserError` unless the batch, which may be `accumulate` batches in one, has the expected samples."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     if not tensors:
         raise UserError("the workload's batch holds no tensor whose first dimension is the sample")

@@ -49,14 +49,14 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
 
 
 def memory_limit(setting: str) -> MemoryLimit:
-    """Return the engine's word for the setting of a row."""
+    """Return the engine's value for a row's memory setting."""
     if setting == "auto":
         return None
     return LEAN if setting == LEAN else float(setting) * 2**30
 
 
 class DPFlashClippingTrainer(StandardTrainer):
-    """Exact clipping by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
+    """Exact clipping by `dpscope.flash`: norms from the recorded backward pass, then one sum for each layer."""
 
     optimizer: DPFlashOptimizer
 
@@ -80,15 +80,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine.rehearsals.schedule.pause()
 
     def notes(self) -> list[Note]:
-        return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
-
-    def _note_on_blocks(self) -> list[Note]:
-        """Return a note if a memory budget does not apply to checkpointed blocks."""
-        blocks = self.engine.blocks
-        if blocks is None or not blocks.always_held or not blocks.choices.rows:
-            return []
-        sentence = f"The memory budget does not apply to checkpointed blocks: {blocks.always_held}."
-        return [{"topic": "checkpointed blocks", "sentence": sentence}]
+        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
 
     def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)

@@ -14,7 +14,7 @@ from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
 
 class StandardTrainer(TrainerBase):
-    """One backward pass a batch, one optimizer step, no privacy."""
+    """One backward pass for each batch, one optimizer step, no privacy."""
 
     def spread(self, model: nn.Module) -> nn.Module:
         return spread(model, self.settings)
@@ -50,6 +50,6 @@ class StandardTrainer(TrainerBase):
             self.optimizer.step()
 
     def accumulate(self) -> None:
-        """Let the next backward pass add to `.grad`. A subclass has to say what it does instead."""
+        """Let the next backward pass add to `.grad`. Subclasses override this if they accumulate differently."""
         if type(self) is not StandardTrainer:
             super().accumulate()

@@ -48,7 +48,7 @@ EVERYWHERE, WITHIN_A_SWEEP, NOWHERE = "everywhere", "within a sweep", "nowhere"
 
 @dataclass(frozen=True)
 class OneOf:
-    """A check for words. `aliases`: other words for them, as people write them."""
+    """A check for words. `aliases`: other spellings that people use."""
 
     what: str
     allowed: tuple[str, ...]
@@ -75,7 +75,7 @@ class Switch:
 
 
 def memory_budget(value: object) -> str:
-    """Return a check for what flash clipping may hold: a word, or a number of GiB as people write it."""
+    """Return a check for the memory budget of flash clipping: a word, or a number of GiB."""
     if value in MEMORY_BUDGETS:
         return str(value)
     try:
@@ -124,7 +124,7 @@ class SettingField:
         return spec.get(self.name, self.default)
 
     def cell(self, spec: Mapping[str, Any]) -> str:
-        """Return that value for a table."""
+        """Return the setting's value for a table."""
         return self._shown(self.of(spec), on="yes", off="no")
 
     def in_words(self, spec: Mapping[str, Any]) -> str:
@@ -140,13 +140,13 @@ class SettingField:
 
 
 def setting(default: Any, *about: Any, **more: Any) -> Any:
-    """Return a field of `TrainerSettings`; what follows the default are fields of `SettingField`."""
+    """Return a field of `TrainerSettings`. Arguments after the default are fields of `SettingField`."""
     return field(default=default, metadata={"setting": SettingField(*about, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """Settings of a step, whatever the method: how it is made and how often it is taken."""
+    """Settings of a step that all methods share: how it is built and how often it runs."""
 
     # expected samples in a (physical) batch; the noisy sum of a step is divided by `logical_batch_size`
     batch_size: int = field(metadata={"setting": SettingField(numbers.BATCH_SIZE)})
@@ -263,7 +263,7 @@ class TrainerSettings:
         return max(self.gpus, self.simulate_world)
 
     def checked(self) -> dict[str, Any]:
-        """Return every setting, checked and converted, so that 1, 1.0 and NumPy's 1 have one digest."""
+        """Return every setting, checked and converted, so that 1, 1.0 and NumPy's 1 have the same digest."""
         return {name: each.check(getattr(self, name)) for name, each in SETTINGS.items()}
 
     def written(self) -> dict[str, Any]:

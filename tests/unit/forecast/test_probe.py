@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dpscope.forecast.probe import Correction, Probe
@@ -10,7 +12,8 @@ from dpscope.vocabulary.components import UNATTRIBUTED
 
 
 def forecast(batch, gpu=0.001, begin=0.002):
-    return StepForecast(1000 + 50 * batch, 0, {UNATTRIBUTED: 0}, gpu_seconds=begin + gpu * batch)
+    peak = 1000 + 50 * batch
+    return StepForecast(peak, 0, step_bytes=peak, components={UNATTRIBUTED: 0}, gpu_seconds=begin + gpu * batch)
 
 
 def truth(batch, *, host=0.0, rate=1.3, workspace=300, per_sample=2):
@@ -46,9 +49,15 @@ def test_one_probe_shifts_the_peak():
 
 @pytest.mark.parametrize(("low", "high"), [(900, 0), (0, 900), (900, 300), (-900, 900)])
 def test_what_happens_at_one_size_alone_is_no_line(low, high):
-    """Verification of a model takes more than a small batch's step, and less than a large one's."""
     probes = [Probe(n, forecast(n).peak_bytes + missed, 1.0, 1.0) for n, missed in ((4, low), (8, high))]
     correct = Correction(probes, [forecast(n) for n in (4, 8)])
-    assert correct.missed_bytes(64) == high
-    assert correct.missed_bytes(6) == (low + high) / 2
-    assert correct.missed_bytes(1) == low
+    missed = [correct.missed_bytes(forecast(n), n) for n in (64, 6, 1)]
+    assert missed == [high, (low + high) / 2, low]
+
+
+def test_what_verification_takes_more_says_nothing_about_a_step():
+    verified = replace(forecast(4), peak_bytes=5000)
+    correct = Correction([Probe(4, 5900, 1.0, 1.0), truth(8)], [verified, forecast(8)])
+    assert correct.missed_bytes(forecast(64), 64) == 316
+    assert correct.missed_bytes(verified, 4) == 900
+    assert Correction([Probe(4, 5900, 1.0, 1.0)], [verified]).missed_bytes(forecast(64), 64) == 0

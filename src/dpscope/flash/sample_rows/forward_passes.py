@@ -20,7 +20,6 @@ from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.distributed import refuse_ddp_forward
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
-from dpscope.flash.ranks.layout import compiled_over_ranks
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.rehearsal_run import Sampled
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
@@ -161,10 +160,8 @@ class ForwardPasses:
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()
-            if compiled is not None:
-                require_for_compiled()
-        elif compiled is not None:
-            raise compiled_over_ranks("")
+        if compiled is not None:
+            require_for_compiled()
         call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
         if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
             return self._call_root(call)

@@ -38,9 +38,11 @@ from dpscope.flash.sample_rows.stand_in import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.tried_call import RootCall, is_coarse, slices
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
+from dpscope.flash.torch_side.dry_run import read
 from dpscope.random_states import cuda_devices, seed_all
 
 # How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
@@ -200,7 +202,7 @@ class SelfTest:
         outputs.clear()
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
-        weights = self.weights.where(self.first_half, SILENT_WEIGHT)
+        weights = self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
         norms: Norms = {}
 
         def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
@@ -218,7 +220,7 @@ class SelfTest:
         others: dict[nn.Parameter, Tensor] = {}
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
-            silent, weights = self.engine.state.take_recorded(), self.first_half.to(weights)
+            silent, weights = self.engine.state.take_recorded(), self.first_half.to(weights.dtype)
             self._give_sums(silent, weights, lambda parameter, total: others.update({parameter: _norm(total)}))
         return wrong, norms, order, _not_zero(others)
 
@@ -229,7 +231,8 @@ class SelfTest:
             return
         with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
             micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
-            micro.clipping = replace(micro.clipping, scale=weights.to(micro.clipping.scale).unsqueeze(0))
+            scale = micro.clipping.scale
+            micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
             del recorded
             for batch in micro.sums(into=None, factored=False):
                 for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
@@ -260,7 +263,7 @@ class SelfTest:
             u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
             if dim is not None:
                 rows = self.weights * live if weighted else live
-                u *= rows.to(u).view([-1 if axis == dim else 1 for axis in range(output.dim())])
+                u *= rows.to(u.device, u.dtype).view([-1 if axis == dim else 1 for axis in range(output.dim())])
             terms.append((output * u).sum())
         return sum(terms[1:], terms[0])
 
@@ -290,7 +293,7 @@ class SelfTest:
 
     def _bad_sums(self, norms: Norms) -> dict[nn.Parameter, float]:
         """Return the parameters whose sums differ, with the relative error."""
-        error, size = (torch.stack(each).tolist() for each in zip(*norms.values(), strict=True))  # one wait each
+        error, size = (read(torch.stack(each), 0.0) for each in zip(*norms.values(), strict=True))  # one wait each
         whole = math.hypot(*(each for each in size if math.isfinite(each)))
         bad = {}
         for parameter, off, own in zip(norms, error, size, strict=True):
@@ -306,12 +309,12 @@ class SelfTest:
         missed = [parameter for parameter in bad if parameter not in set(order)]
         first = missed[0] if missed else next(parameter for parameter in order if parameter in bad)
         name = names[first]
-        owner = self.model.get_submodule(name.rpartition(".")[0])
+        owner, *suspects = (self.model.get_submodule(names[each].rpartition(".")[0]) for each in (first, *bad))
         reason = (
             f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
-            "its size)"
+            "its size). If a hook or an autograd.Function mixes samples in backward, remove it"
         )
-        raise Mismatch([owner], reason)
+        raise Mismatch([owner], reason, suspects=suspects)
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
@@ -332,7 +335,7 @@ def _rounds_inside(outputs: list[Tensor]) -> bool:
 
 
 def _not_zero(norms: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
-    sizes = torch.stack(list(norms.values())).tolist() if norms else []
+    sizes = read(torch.stack(list(norms.values())), 0.0) if norms else []
     return {parameter: size for parameter, size in zip(norms, sizes, strict=True) if size and math.isfinite(size)}
 
 
@@ -341,8 +344,9 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-def _seeded(device: torch.device | str, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
+def _seeded(device: torch.device | str, seed: int) -> torch.Generator | None:
+    is_there = dry_run.current() is None or torch.device(device).type == "cpu"
+    return torch.Generator(device).manual_seed(seed) if is_there else None
 
 
 def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
@@ -351,6 +355,6 @@ def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     whole = torch.arange(1)
     for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):
         if other.numel():
-            apart = max(apart, float((mine.double() - other.double()).abs().nan_to_num(0).amax()))
-            size = max(size, float(other.double().abs().nan_to_num(0, 0, 0).amax()))
+            apart = max(apart, read((mine.double() - other.double()).abs().nan_to_num(0).amax(), 0.0))
+            size = max(size, read(other.double().abs().nan_to_num(0, 0, 0).amax(), 0.0))
     return apart, size

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.torch_side.dry_run import read
 from dpscope.random_states import cuda_devices, seed_all
 
 PUT_BATCH_FIRST = (
@@ -63,6 +64,7 @@ class TriedCall:
         self.forward, self.batch = call.forward, call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
+        self.wide = False  # whether it runs in float64
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
@@ -116,8 +118,10 @@ class TriedCall:
                 leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
-                return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+                leaf = _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+            elif isinstance(leaf, Tensor):
+                leaf = leaf.clone()
+            return leaf.double() if self.wide and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
         if seed is not None:
@@ -147,11 +151,12 @@ def _altered(leaf: Tensor) -> Tensor:
 def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
     """Return whether these rows differ by more than rounding, or by more than a share of the largest element."""
     if not a.is_floating_point():
-        return any(not torch.equal(x, y) for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True))
-    largest = max((float(x.abs().nan_to_num(0).amax()) for x in slices(a, dim, rows) if x.numel()), default=0.0)
+        parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
+        return any(not read((x == y).all(), True) for x, y in parts)
+    largest = max((read(x.abs().nan_to_num(0).amax(), 0.0) for x in slices(a, dim, rows) if x.numel()), default=0.0)
     tolerance = (_ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share) * largest
     return any(
-        not bool(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all())
+        not read(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all(), True)
         for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
     )
 

@@ -2,7 +2,8 @@
 
 Fake tensors have shapes and no values (torch._subclasses.fake_tensor). While a dry run is open
 
-- nothing is rehearsed: rows are taken to be the samples, because there are no values to find that out from,
+- rows are taken to be the samples, because there are no values to find that out from. Verification runs only where
+  `verifies` is set, to show what it allocates: what it compares is taken to be equal,
 - kernels are chosen as on a GPU of `capability`, and launching one does nothing,
 - the allocator's figures are those that `allocated` returns.
 
@@ -14,17 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-@dataclass(frozen=True)
+@dataclass
 class DryRun:
     capability: tuple[int, int]
     multiprocessors: int
     allocated: Callable[[], tuple[int, int]]  # bytes: now, and the peak
+    verifies: bool = False  # each forward pass is verified first
 
 
 _open: list[DryRun] = []
@@ -34,6 +37,13 @@ _forget: list[Callable[[], None]] = []  # caches that hold tensors
 def current() -> DryRun | None:
     """Return the dry run that is open, or None."""
     return _open[-1] if _open else None
+
+
+def read(tensor: Tensor, otherwise: Any) -> Any:
+    """Return the values of a tensor of at most one dimension; `otherwise` for each in a dry run, where it has none."""
+    if current() is None:
+        return tensor.tolist()
+    return [otherwise] * len(tensor) if tensor.dim() else otherwise
 
 
 def forget_between(clear: Callable[[], None]) -> None:

@@ -47,16 +47,18 @@ class ModuleState:
         self.unit = unit
         self._undo: list[Callable[[], None]] = []
         seen: set[int] = set()
-        self._tokens: dict[str, tuple[nn.Module, str, Any]] = {}
+        self._tokens: dict[str, tuple[Any, Any]] = {}  # path -> value and token
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of modules, and as they are now
         for name, module in unit.named_modules():
-            for key, value in vars(module).items():
-                if key not in _INTERNAL:
-                    path = f"{name}.{key}" if name else key
-                    if type(value) in _IMMUTABLE:  # most are: no container to look into
-                        self._tokens[path] = (module, key, (value, value))
-                        continue
-                    self._tokens[path] = (module, key, (value, token(value)))
-                    self._undo += _undo_of(value, seen)
+            held = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+            self._held.append((vars(module), held))
+            for key, value in held.items():
+                path = f"{name}.{key}" if name else key
+                if type(value) in _IMMUTABLE:  # most are: no container to look into
+                    self._tokens[path] = (value, value)
+                    continue
+                self._tokens[path] = (value, token(value))
+                self._undo += _undo_of(value, seen)
 
     def take_changes(self) -> dict[str, Any]:
         """Return attributes that are new or changed, by path, and restore the modules.
@@ -74,7 +76,7 @@ class ModuleState:
                 value = attributes[key]
                 if known is None:
                     del attributes[key]
-                elif value is known[2][0] and (type(value) in _IMMUTABLE or token(value) == known[2][1]):
+                elif value is known[0] and (type(value) in _IMMUTABLE or token(value) == known[1]):
                     continue
                 if own is None:
                     own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
@@ -85,10 +87,13 @@ class ModuleState:
         return changed
 
     def restore(self) -> None:
+        """Give every attribute the value that it had, and remove new ones."""
         for undo in self._undo:
             undo()
-        for module, key, (value, _) in self._tokens.values():
-            vars(module)[key] = value
+        for attributes, before in self._held:
+            for key in attributes.keys() - before.keys() - _INTERNAL:
+                del attributes[key]
+            attributes.update(before)
 
 
 class OptionWatch:

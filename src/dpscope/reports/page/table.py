@@ -1,4 +1,4 @@
-"""The table of all rows: what a reader sees of each, what a column sorts by, and the same unrounded for CSV."""
+"""The table of all rows: displayed text, sort keys, and unrounded values for CSV."""
 
 from __future__ import annotations
 

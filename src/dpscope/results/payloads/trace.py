@@ -1,4 +1,4 @@
-"""Payload of the instrument `trace`: milliseconds of an average step under torch.profiler, and whose they were."""
+"""Payload of the instrument `trace`: milliseconds of an average step under torch.profiler, and what caused them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 On CUDA the peaks shown are the allocator's own, of untracked steps; the tracker says what they are made of. The CPU
 allocator keeps no statistics, so the tracked peak is shown, and a step under the profiler checks it. Compiled code
-allocates without the dispatcher, and a CUDA graph not at all: what such a step makes is `unattributed`.
+allocates without the dispatcher, and a CUDA graph not at all: the memory of such a step is `unattributed`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _ranks(spec: RunSpec, ranks: Sequence[RankFigures]) -> RanksPayload:
 
 
 def notes_on_simulation(spec: RunSpec) -> list[Note]:
-    """Return a note that figures are of one rank without the others; nothing otherwise."""
+    """Return a note that the figures are those of one rank alone, if the world is simulated."""
     if spec.simulate_world == 1:
         return []
     return [
