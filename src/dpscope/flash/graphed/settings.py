@@ -44,8 +44,10 @@ class Settings(NamedTuple):
             *(parameter.requires_grad for parameter in engine.parameters),
             *engine.rehearsals.options.values(),  # of objects that modules hold, too
             *held_by(loss, {id(module) for module in engine.modules}),
+            *(value for name, value in vars(engine.clip).items() if name != "bounds"),  # which replays are given
             engine.clip,
             engine.loss_reduction,
+            engine.loss_scale,
             engine.taps,
             optimizer.noise_multiplier == 0,
             torch.is_autocast_enabled(kind),

@@ -10,6 +10,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
+from dpscope.flash.step.captured import StaticInputs
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
 from tests.unit.flash.graphed.loops import (
     CLASSES,
@@ -526,3 +527,31 @@ def test_a_table_that_a_graph_reads_outlives_the_cache_that_made_it():
     table(4)  # drops it from the cache
     assert table(3) is not first
     assert capture.kept == [first]
+
+
+def test_a_rule_that_learns_counts_by_the_bound_that_a_replay_is_given(host_graphs):
+    model = network()
+    optimizer = private(model, clipping="adaptive")
+    engine = optimizer.engine
+    x, y = next(iter(batches(1)))
+    for _ in range(2):
+        loss_of(model)(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.max_grad_norm = 1e-6  # every sample is clipped by now
+    static = StaticInputs(engine.clip, len(x), torch.device("cpu"))
+    static.bounds.fill_(1e6)  # as a later replay may be given
+    with capturing(OwnCapture(torch.device("cpu"))), engine.capturing(static):
+        loss_of(model)(x, y).backward()
+        engine.accumulate()
+        assert float(engine.captured().observed) == len(x) / 2
+
+
+@pytest.mark.parametrize("name", ["gamma", "loss_scale"])
+def test_a_constant_of_the_rule_or_the_engine_is_noticed(host_graphs, name):
+    def between(number, optimizer):
+        if number == CHANGED:
+            setattr(optimizer.engine.clip if name == "gamma" else optimizer.engine, name, 0.5)
+
+    assert_trains_alike(host_graphs, lambda model: private(model, clipping="automatic"), batches, between)
+    assert host_graphs.captures == 2
