@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
+from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step, pad_batch, real_rows
 from dpscope.flash.step.captured import StaticInputs
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
 from tests.unit.flash.graphed.loops import (
@@ -555,3 +555,15 @@ def test_a_constant_of_the_rule_or_the_engine_is_noticed(host_graphs, name):
 
     assert_trains_alike(host_graphs, lambda model: private(model, clipping="automatic"), batches, between)
     assert host_graphs.captures == 2
+
+
+def test_a_number_of_real_rows_is_refused_in_a_graph(host_graphs):
+    model = network()
+
+    def loss(x, y):
+        return F.cross_entropy(model(x), y, reduction="none")[: real_rows(x)].mean()
+
+    step = make_graphed_step(loss, private(model))
+    with pytest.raises(UserError, match="real_rows gives a number"):
+        for x, y in batches():
+            step(*pad_batch((x[:3], y[:3]), 4))
