@@ -1,6 +1,7 @@
 """Whatever changes between replays takes effect in the next call, as in the loop, or is refused as there."""
 
 import copy
+import random
 import warnings
 
 import pytest
@@ -567,3 +568,20 @@ def test_a_number_of_real_rows_is_refused_in_a_graph(host_graphs):
     with pytest.raises(UserError, match="real_rows gives a number"):
         for x, y in batches():
             step(*pad_batch((x[:3], y[:3]), 4))
+
+
+def test_a_layer_that_the_host_drops_at_random_is_refused(host_graphs):
+    class Depth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x):
+            x = x + self.first(x) * (random.random() >= 0.0)
+            return self.second(x)
+
+    model = Depth()
+    step = make_graphed_step(loss_of(model), private(model))
+    with pytest.raises(UserError, match="random numbers on the CPU"):
+        for x, y in batches():
+            step(x, y)
