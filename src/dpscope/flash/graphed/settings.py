@@ -85,7 +85,8 @@ def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[
         names = _names_in(value.__func__)
         parts = [value.__self__, value.__func__]
     elif isinstance(value, nn.Module):
-        parts = [*vars(value).values(), *value.children()]
+        own = vars(value)
+        parts = [*own.values(), *(part for name in CONTENTS for part in own[name].values())]
     elif _is_own(value) and isinstance(value, FunctionType):
         names = _names_in(value)
         around = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

@@ -216,20 +216,24 @@ def losses_of(model, kind):
             loop.weight, loop.number = value, loop.number + 1
 
         return loop.loss, set_to
-    weight = 1.0
-    options = {"weight": 1.0}
+    weight, criterion = 1.0, nn.CrossEntropyLoss(weight=torch.ones(CLASSES))
 
     def closure(x, y):
-        return weight * F.cross_entropy(model(x), y)
+        return weight * criterion(model(x), y)
 
     def set_to(value):
         nonlocal weight
-        weight = options["weight"] = value
+        if kind == "a variable":
+            weight = value
+        elif kind == "a number of a module":
+            criterion.label_smoothing = 1 - value
+        elif abs(float(criterion.weight[0]) - value) > 0.1:
+            criterion.weight = torch.tensor([value, 1.0, 1.0])
 
     return closure, set_to
 
 
-@pytest.mark.parametrize("kind", ["an attribute", "a variable"])
+@pytest.mark.parametrize("kind", ["an attribute", "a variable", "a number of a module", "a tensor of a module"])
 def test_a_number_that_the_loss_reads_is_noticed(host_graphs, kind):
     models = []
     for graphed in (False, True):
