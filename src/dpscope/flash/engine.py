@@ -390,7 +390,9 @@ class FlashEngine:
         micro = self.micro_batch(recorded, rows=rows, normed=normed)
         found, static = micro.clipping, self.static
         real = self._real(rows)
-        self.state.observe(self.clip.observe(found.norms, found.finite))
+        self.state.observe(
+            self.clip.observe(found.norms, found.finite, self.clip.bounds if static is None else static.bounds)
+        )
         several = len(found.norms) > 1
         self.norms = found.norms.norm(dim=0) if several else found.norms[0]
         self.factors = found.factors.mT if several else found.factors[0]
