@@ -37,7 +37,7 @@ class PathRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A checkpointed block under a memory budget: whether what its layers leave is held, or the block runs again."""
+    """A checkpointed block under a memory budget: its layers' contributions are held, or the block runs again."""
 
     block: str
     how: str  # "held" or "recomputed"

@@ -1,10 +1,10 @@
 """Check that a unit treats the samples of a batch independently, by running it on whole batches without gradients.
 
-Two questions, each with dropout switched off in both answers that are compared:
+Two questions, each with dropout switched off:
 
-1. Is the answer for the batch that for its samples one by one? It is not if the batch is in another dimension, or if an
-   argument that all samples share was split among them.
-2. Does a sample's answer stay the same when the other samples are replaced? It does not if the module mixes samples. To
+1. Is the output for the batch equal to the outputs for its samples one by one? It is not if the batch is in another
+   dimension, or if an argument that all samples share was split among them.
+2. Does a sample's output stay the same when the other samples are replaced? It does not if the module mixes samples. To
    find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative to what a
    mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
 """
@@ -158,7 +158,7 @@ class UnitCheck:
     # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------
 
     def decide(self) -> None:
-        """Split undecided arguments among samples or share them, as gives the module's own answer.
+        """Split undecided arguments among samples or share them, whichever reproduces the module's own output.
 
         Their values are shuffled for this, so that they matter and no two readings agree by coincidence.
         """
@@ -223,7 +223,7 @@ class UnitCheck:
                 return
 
     def _is_apart(self, move: float, *, wide: bool) -> bool:
-        """Raise UserError if a sample's answer depends on others. False if there were no finite answers to compare."""
+        """Raise UserError if a sample's output depends on others. Return False if no finite outputs were compared."""
         unit = self.tap.module
         named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
         wide = wide and sum(tensor.numel() for tensor in named.values()) <= _WIDE_NUMEL

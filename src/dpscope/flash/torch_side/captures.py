@@ -22,7 +22,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def record(run: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
-    """Capture what `run` asks the device for. Return what runs it again, and its result, which that fills."""
+    """Capture the device work of `run`. Return a function that replays it, and its result, which a replay fills."""
     graph = torch.cuda.CUDAGraph()
     # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
