@@ -1,4 +1,4 @@
-"""Capture leaves for what traced calls give out of a compiled backward, and the node that receives it.
+"""Capture leaves, through which x and g leave a compiled backward, and the node that receives them.
 
     plan      the tapped calls of a forward with given arguments, their shapes noted in an eager run
     handout   the capture leaves of one forward pass: each tap gets those of its calls before, and loses them after

@@ -119,7 +119,7 @@ class GraphedStep:
         return self._seen[key] > self._warmup or key[0] in self._warm
 
     def _note_change(self) -> None:
-        """Warn if graphs are thrown away so often that they do not pay."""
+        """Warn if graphs are discarded so often that they do not pay off."""
         self._changes += 1
         if self._changes == MOST_CHANGES and self.replays < 4 * MOST_CHANGES:
             warnings.warn(
@@ -139,7 +139,7 @@ class GraphedStep:
         return rows_of(leaves_in(call)[0]) if count is None else count(*call)
 
     def _require_tensors(self, call: tuple[Any, Any]) -> None:
-        """Refuse what a graph cannot be given anew for each replay."""
+        """Refuse arguments that cannot be replaced for each replay of a graph."""
         leaves = leaves_in(call)
         if not leaves:
             raise UserError("a graphed step takes the tensors of its batch as arguments")

@@ -128,7 +128,7 @@ def default_tiles(p: int, d: int, length: int, *, pointwise: bool) -> ConvTiles:
 
 
 def _block(size: int) -> int:
-    """Return a power of two from 16 to 128: large ones load less for a product, small ones leave less of it empty."""
+    """Return a power of two from 16 to 128: large blocks load less for a product, small ones waste less of it."""
     return min((128, 64, 32, 16), key=lambda block: -(-size // block) * (block + 32))
 
 

@@ -206,7 +206,7 @@ class Mixing(TriedCall):
     def _confirmed_share(self, output: int, found: Tensor) -> float | None:
         """Return by how much of its largest element an output may move in float64; None in the model's own dtype.
 
-        It is a share of what the output is in that dtype: one that is only rounding there is smaller in float64.
+        The difference is relative to the output in that dtype: if it is only rounding, it is smaller in float64.
         """
         return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300)) if self.wide else None
 

@@ -78,7 +78,7 @@ def device_cache(maxsize: int) -> Callable[[_Function], _Function]:
 
 @contextmanager
 def capturing(capture: OwnCapture) -> Iterator[None]:
-    """Mark what the current stream is asked for inside the block as the engine's own capture."""
+    """Mark work of the current stream inside the block as the engine's own capture."""
     _own.append(capture)
     try:
         yield
