@@ -70,8 +70,8 @@ def _is_same(a: Any, b: Any) -> bool:
 def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[Any]:
     """Yield what a loss function reads besides its arguments: closure variables, globals, defaults, attributes.
 
-    Functions, modules and objects among these are searched too, unless they are `known`; of objects only the `names`
-    that the function mentions. Contents of lists, dictionaries and library functions are not searched.
+    Functions, modules and objects among these are searched too, unless they are `known`. Of objects, only the
+    attributes in `names` are searched. Contents of lists, dictionaries and library functions are not searched.
     """
     if id(value) in known:
         return
