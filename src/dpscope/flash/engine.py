@@ -10,7 +10,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -22,7 +22,8 @@ from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.checkpointing.recomputation import BlockPass
-from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, make_rule
+from dpscope.flash.combinations import PADDED_ROWS
+from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
@@ -235,6 +236,8 @@ class FlashEngine:
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         if not self.groups.is_plain and not self.forwards.in_trial:
+            if self.state.rows is not None:
+                raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
         if self.blocks is not None and self.blocks.add(slot, contribution):
             return
@@ -322,7 +325,7 @@ class FlashEngine:
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
         again = None if self.blocks is None else Reruns(self.blocks.reruns, passes, recorded or [])
-        micro = None
+        micro, clip = None, max(self.clip.sensitivity(), 0.0 if again is None else again.sensitivity)
         with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
             if again is not None:
                 again.hold_clashing(recorded or [])
@@ -342,7 +345,7 @@ class FlashEngine:
         if micro is not None:
             self.path_rules.close()
             self.groups = self._usual_groups
-            self.state.count(micro.size if rows is None else rows.real, self.clip.sensitivity(), rows)
+            self.state.count(micro.size if rows is None else rows.real, clip, rows)
         return sums
 
     @contextmanager
@@ -383,21 +386,10 @@ class FlashEngine:
 
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        static = self.static
-        real: int | Tensor | None = None if rows is None else rows.real if static is None else static.real
-        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-        micro = MicroBatch(
-            recorded,
-            normed=[each.norms for each in passes if each.norms is not None],
-            rules=self.path_rules,
-            clip=self.clip,
-            groups=self.groups,
-            mean=self.loss_reduction == "mean",
-            loss_scale=scale,
-            real=real,
-            bounds=None if static is None else static.bounds,
-        )
-        found = micro.clipping
+        normed = [each.norms for each in passes if each.norms is not None]
+        micro = self.micro_batch(recorded, rows=rows, normed=normed)
+        found, static = micro.clipping, self.static
+        real = self._real(rows)
         self.state.observe(self.clip.observe(found.norms, found.finite))
         several = len(found.norms) > 1
         self.norms = found.norms.norm(dim=0) if several else found.norms[0]
@@ -408,6 +400,33 @@ class FlashEngine:
             self.norms, self.factors = self.norms[: rows.real], self.factors[: rows.real]
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
+
+    def _real(self, rows: Rows | None) -> int | Tensor | None:
+        """Return the number of rows that are samples; None if all are."""
+        return None if rows is None else rows.real if self.static is None else self.static.real
+
+    def micro_batch(
+        self,
+        recorded: Recorded,
+        *,
+        rows: Rows | None = None,
+        normed: Sequence[Tensor] = (),
+        groups: Sequence[int] | None = None,
+    ) -> MicroBatch:
+        """Return norms and factors of what is recorded. `groups`: only those of the clipping rule, in backward."""
+        static = self.static
+        assert static is None or groups is None  # a graph holds no blocks
+        return MicroBatch(
+            recorded,
+            normed=normed,
+            rules=self.path_rules,
+            clip=self.clip if groups is None else PartOfRule(self.clip, groups),
+            groups=self.groups,
+            mean=self.loss_reduction == "mean",
+            loss_scale=self.loss_scale() if callable(self.loss_scale) else self.loss_scale,
+            real=self._real(rows if groups is None else self.state.rows),
+            bounds=None if static is None else static.bounds,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Return False inside a logical batch, whose sums are kept; otherwise clear gradients and return True.

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.schedule import SMALL_BATCH
@@ -27,7 +26,7 @@ from dpscope.forecast.cards import CARDS
 from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
-from dpscope.instruments.trace.attribution import union
+from dpscope.instruments.trace.busy import busy_seconds
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
@@ -115,20 +114,9 @@ class _Training:
 
     def probe(self) -> Probe:
         seconds = statistics.median(self._intervals) / 1e3
-        busy = _busy_seconds(self._steps)
+        busy = busy_seconds(self._steps)
         self._let_go()
         return Probe(self._batch_size, self._peak_bytes, seconds, min(busy or seconds, seconds))
-
-
-def _busy_seconds(step: Callable[[], object]) -> float:
-    """Return the total time of a step's kernels and copies; 0 if the profiler sees none."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    recorded = getattr(profiler.profiler, "kineto_results", None)
-    ran = [] if recorded is None else [each for each in recorded.events() if each.device_type().name == "CUDA"]
-    covered = union((each.start_ns(), each.start_ns() + each.duration_ns()) for each in ran)
-    return sum(end - start for start, end in covered) / 1e9
 
 
 def free_memory() -> None:

@@ -20,7 +20,7 @@ from dpscope.results.identity import StepNumbers, hashable, identity_of, step_co
 from dpscope.results.schema import Result, with_paths_from
 from dpscope.results.store import Skipped
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, SETTINGS
+from dpscope.vocabulary.settings import EAGERLY, LATER_DEFAULTS, SETTINGS
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
@@ -31,10 +31,10 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     instrument = max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
-    eager = {row.comparison: row for row in rows if row.method == STANDARD and row.field("compile") == EAGER}
+    eager = {row.comparison: row for row in rows if row.method == STANDARD and row.is_eager}
     for place, row in enumerate(rows):
-        if row.field("compile") != EAGER:
-            found = eager.get(hashable({**row.identity, "compile": EAGER}))
+        if not row.is_eager:
+            found = eager.get(hashable({**row.identity, **EAGERLY}))
             rows[place] = replace(row, eager_standard=found)
         elif row.field("gpus") > 1:
             rows[place] = replace(row, alone=_in_one_process(row, rows))

@@ -176,10 +176,13 @@ def _and(words: Sequence[str]) -> str:
 
 
 def compilation_notes(rows: Sequence[Row]) -> list[str]:
-    """Return what the ratios of compiled rows are, and how long torch.compile took."""
+    """Return what the ratios of compiled and captured rows are, and how long torch.compile took."""
     notes = []
     if any(row.eager_time_ratio for row in rows):
-        notes.append("× of a compiled row is the ratio to compiled standard, × eager that to eager standard.")
+        ways = dict.fromkeys(row.way for row in rows if row.eager_time_ratio)
+        notes += [
+            f"× of rows ({way}) is the ratio to standard ({way}), × eager that to eager standard." for way in ways
+        ]
     took = [f"{row.method} {format_duration(row.compilation['seconds'])}" for row in rows if row.compilation]
     if took:
         notes.append(f"Compilation, before warm-up and in no other figure: {', '.join(took)}.")
@@ -188,8 +191,10 @@ def compilation_notes(rows: Sequence[Row]) -> list[str]:
 
 def ordinary_training(row: Row) -> str:
     """Return the reference of a row's ratios, and its time relative to eager ordinary training."""
-    if row.field("compile") == EAGER:
+    if row.is_eager:
         return "ordinary training"
     ratio = None if row.eager_ratio_doubt else row.eager_time_ratio
     eager = "" if ratio is None else f", and {format_ratio(ratio)} the time of eager ordinary training"
-    return f"compiled ordinary training{eager}"
+    compiled = "" if row.field("compile") == EAGER else "compiled "
+    graph = " as a CUDA graph" if row.field("cuda_graph") else ""
+    return f"{compiled}ordinary training{graph}{eager}"

@@ -16,7 +16,7 @@ from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, T
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, REPEATS, SETTINGS
+from dpscope.vocabulary.settings import EAGERLY, LATER_DEFAULTS, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 SIZES = ("batch_size", "seq_len")
@@ -36,7 +36,7 @@ class Row:
     step_counts: StepNumbers = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
-    eager_standard: Row | None = field(default=None, repr=False)  # of a compiled row: the same without torch.compile
+    eager_standard: Row | None = field(default=None, repr=False)  # of a row that is compiled or a CUDA graph
     alone: Row | None = field(default=None, repr=False)  # the same method in one process, if this is of several
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def eager_time_ratio(self) -> float | None:
-        """Ratio of a compiled row to ordinary training that is not compiled."""
+        """Ratio of a compiled or captured row to ordinary training that is neither."""
         return _ratio(self, self.eager_standard, attrgetter("median_ms"))
 
     @property
@@ -122,8 +122,17 @@ class Row:
     @property
     def where(self) -> str:
         """Size of the row, and `compiled` if it is: for headings."""
-        told = SETTINGS["compile"]
-        return self.size if self.field("compile") == EAGER else f"{self.size}, {told.in_words(self.spec)}"
+        return ", ".join(filter(None, (self.size, self.way)))
+
+    @property
+    def way(self) -> str:
+        """How the step runs, if not eagerly: `compiled`, `CUDA graph`, or both."""
+        names = (name for name, eager in EAGERLY.items() if self.field(name) != eager)
+        return ", ".join(SETTINGS[name].in_words(self.spec) for name in names)
+
+    @property
+    def is_eager(self) -> bool:
+        return not self.way
 
     @cached_property
     def identity(self) -> dict[str, Any]:

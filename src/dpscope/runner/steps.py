@@ -18,10 +18,10 @@ from dpscope.runner.assembly import assemble
 from dpscope.runner.compilation import Compilation
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.graphed import WARMUP
+from dpscope.trainers.graphed import EAGER_STEPS
 from dpscope.vocabulary.settings import EAGER
 
-STEPS_TO_CAPTURE = WARMUP + 1
+STEPS_TO_CAPTURE = EAGER_STEPS + 1
 
 BEFORE_ANY_UPDATE = (
     "before any update: look for a division by zero, a logarithm of zero or an overflow in the model, the data and the "

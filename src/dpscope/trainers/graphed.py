@@ -16,7 +16,7 @@ from dpscope.workloads.workload import Batch
 if TYPE_CHECKING:  # it needs Opacus, which ordinary training does not
     from dpscope.flash.graphed.step import GraphedStep
 
-WARMUP = 3
+EAGER_STEPS = 3
 """Eager steps before an ordinary step is captured: they make optimizer state and compile kernels."""
 
 
@@ -40,7 +40,7 @@ class OrdinaryGraph:
     def __call__(self, *batches: Batch) -> Tensor:
         key = sizes_of(batches)
         if key not in self._graphs:
-            if self._eager_steps < WARMUP:
+            if self._eager_steps < EAGER_STEPS:
                 self._eager_steps += 1
                 return self._take_step(*batches)
             self._graphs[key] = self._capture(list(batches))

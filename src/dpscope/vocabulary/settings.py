@@ -39,6 +39,9 @@ FIRST_SETTINGS = (
     *("warmup", "steps", "seed", "device"),
 )
 
+# How the same step may run: eager with these, which is what compiled and captured rows are also compared with.
+EAGERLY = {"compile": EAGER, "cuda_graph": False}
+
 # Where another value makes another row: always, only within one sweep (`report --against` pairs such rows), or never.
 EVERYWHERE, WITHIN_A_SWEEP, NOWHERE = "everywhere", "within a sweep", "nowhere"
 

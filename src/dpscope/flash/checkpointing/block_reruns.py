@@ -32,7 +32,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.taps import Engine
 from dpscope.random_states import cuda_devices
 
-Use = Callable[[Left], None]  # takes what the layers of a block leave
+TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
 Finished = tuple[BlockPass, Tail, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
 
 
@@ -51,14 +51,40 @@ class Reruns:
         for each in clashing:
             name = next(slot.name for slot in each.slots if uses[slot] > 1)
             blocks.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
+            if not each.keeps_boundary:
+                raise UserError(
+                    f"{name} is used elsewhere, too, after the sums of its checkpointed block were made, as in no step "
+                    "before: use it in the same places in every step, or leave memory_budget at None"
+                )
+            each.sums = []
         self.passes = [each for each in passes if each not in clashing]
-        self._clashing, self._own = _numbered(clashing), _numbered(self.passes)
+        self._summed = [each for each in self.passes if each.sums]
+        for each in self._summed:
+            blocks.choices.note_apart(each.index, each.shape)
+        self._clashing = _numbered(clashing)
+        self._own = _numbered([each for each in self.passes if not each.sums])
         names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
         self._orders = names if blocks.sharded is None else blocks.sharded.agree_on_reruns(names)
 
     def __bool__(self) -> bool:
         """Return True if a block is to run again for its sums, on any rank."""
         return bool(self._orders[1])
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest sensitivity of sums that were made in backward: the rule's bounds may have changed since."""
+        return max((each.sensitivity for each in self._summed), default=0.0)
+
+    def made(self, into: RunningSum | None) -> SumBatch:
+        """Return the sums that were made in backward, added to running sums."""
+        made = SumBatch([], [], None)
+        for batch in (batch for each in self._summed for batch in each.sums):
+            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+                before = into(parameter) if into else None
+                made.parameters.append(parameter)
+                made.tensors.append(total if before is None else before.add_(total))
+        self._summed = []
+        return made
 
     def hold_clashing(self, recorded: Recorded) -> None:
         """Run the clashing blocks, and add what their layers leave to what is recorded."""
@@ -89,7 +115,7 @@ class Reruns:
                 found.parameters.extend(batch.parameters)
                 found.tensors.extend(batch.tensors)
 
-        with self._blocks.running(self.passes, None if micro is None else micro.clipping.finite) as run:
+        with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
 
             def of(names: Collection[str] | None = None) -> SumBatch:
                 for number in [n for n, inside in waiting.items() if names is None or not inside.isdisjoint(names)]:
@@ -155,7 +181,7 @@ class BlockReruns:
     @contextmanager
     def running(
         self, passes: Sequence[BlockPass], finite: Tensor | None
-    ) -> Iterator[Callable[[BlockPass | None, Collection[str], Use], None]]:
+    ) -> Iterator[Callable[[BlockPass | None, Collection[str], TakeLayers], None]]:
         """Give a function that runs one of the blocks; then refuse blocks that gave their layers other gradients.
 
         The function takes None where only other ranks run the block. `finite`: samples that have a share, if known.
@@ -164,7 +190,7 @@ class BlockReruns:
         with ExitStack() as stack:
             anchor = self._begin(passes, stack) if passes else None
 
-            def run(each: BlockPass | None, names: Collection[str], use: Use) -> None:
+            def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
                 with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
                     if each is not None and anchor is not None:
                         tail = Tail(self._product_left_out(each))
@@ -202,7 +228,7 @@ class BlockReruns:
             self._refuse_other_gradients(refused[0])
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Use, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
         self.engine.wanted, self.engine.tail = left.keys(), tail

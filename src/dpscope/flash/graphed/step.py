@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import GRAPHED_BLOCKS, GRAPHED_RANKS, GRAPHED_SCALER
 from dpscope.flash.graphed.captured_step import CapturedStep
 from dpscope.flash.graphed.settings import device_of
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
@@ -208,9 +209,9 @@ def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, 
         )
     engine = optimizer.engine
     if engine.ranks is not None:
-        raise UserError("make_graphed_step captures one process: train without DDP or FSDP2, or use the ordinary loop")
+        raise GRAPHED_RANKS.error()
     if engine.blocks is not None:
-        raise UserError("make_graphed_step captures no blocks that run again: leave out memory_budget")
+        raise GRAPHED_BLOCKS.error()
     if callable(engine.loss_scale) or isinstance(engine.loss_scale, Tensor):
-        raise UserError("make_graphed_step captures no GradScaler: use bfloat16, which needs none")
+        raise GRAPHED_SCALER.error()
     return GraphedStep(loss, optimizer, warmup=warmup)

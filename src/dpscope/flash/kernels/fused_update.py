@@ -10,6 +10,8 @@ and then exactly what torch.optim does with g, in float32, rounded once where a 
                 g ← b, or g + µb (nesterov);  p ← p - ηg
     Adam(W)     g ← g + λp, or p ← (1 - ηλ)p (decoupled);  m ← m + (1 - β₁)(g - m);  v ← β₂v + (1 - β₂)g²;
                 p ← p - η/(1 - β₁ᵗ) · m / (√v̂ + ε),  √v̂ = √v / √(1 - β₂ᵗ), with the running maximum of v for amsgrad
+    DP-AdamBC   the same, with √max(v̂ - (noise_std · grad_scale)², floor) in place of √v̂ + ε: without the share of the
+                noise in v̂ (Tang et al. 2023)
 
 s is given, or made here: with `factors` c: (B,), "sums" are the per-sample gradients v: (B, *shape) themselves, and
 s = Σ_b c_b v_b (see kept_gradients: where c_b is zero or NaN the sample has no share, whatever it holds).
@@ -80,6 +82,7 @@ def adam_numbers(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
+    floor: float | None = None,
     **_: Any,
 ) -> list[float]:
     """Return the numbers that the kernel of Adam and AdamW reads. `step` counts from 1."""
@@ -87,7 +90,8 @@ def adam_numbers(
     shrink = 1.0 - lr * weight_decay if decoupled_weight_decay else 1.0
     coupled = 0.0 if decoupled_weight_decay else weight_decay
     corrections = [lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)]
-    return [noise_std, grad_scale, *corrections, 1.0 - beta1, beta2, 1.0 - beta2, eps, shrink, coupled]
+    unbiased = [] if floor is None else [(noise_std * grad_scale) ** 2, floor]
+    return [noise_std, grad_scale, *corrections, 1.0 - beta1, beta2, 1.0 - beta2, eps, shrink, coupled, *unbiased]
 
 
 def fused_sgd_(
@@ -179,6 +183,7 @@ def fused_adam_(
     decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
+    floor: float | None = None,
     factors: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
@@ -189,6 +194,8 @@ def fused_adam_(
     backend: Backend = "auto",
 ) -> None:
     """Apply torch.optim.Adam, or AdamW if decoupled_weight_decay, to grad = (sum + noise)·grad_scale, in place.
+
+    floor: of DP-AdamBC's corrected v̂; None is Adam itself.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
@@ -206,6 +213,7 @@ def fused_adam_(
         eps=eps,
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
+        floor=floor,
     )
 
     def launch(listed: ListLaunch, factors: Tensor | None) -> None:
@@ -220,6 +228,7 @@ def fused_adam_(
             V_DTYPE=dtypes[3],
             NOISE=noise_std != 0.0,
             AMSGRAD=amsgrad,
+            CORRECTED=floor is not None,
             MAXIMIZE=maximize,
             AT_ONCE=samples_at_once(factors),
             ALIGNED=listed.aligned,
@@ -228,7 +237,7 @@ def fused_adam_(
         )
 
     def fallback(numbers: Sequence[float], grad: Tensor, param: Tensor, *state: Tensor) -> None:
-        step_size, root_correction, weight1, beta2, weight2, eps, shrink, coupled = numbers
+        step_size, root_correction, weight1, beta2, weight2, eps, shrink, coupled, *unbiased = numbers
         exp_avg, exp_avg_sq, *maximum = state
         values = param.to(grad.dtype) * shrink
         grad = (-grad if maximize else grad).add(param.to(grad.dtype), alpha=coupled)
@@ -239,7 +248,11 @@ def fused_adam_(
         if amsgrad:
             second = torch.maximum(maximum[0].to(grad.dtype), second)
             maximum[0].copy_(second)
-        param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
+        if unbiased:
+            denominator = (second / root_correction**2 - unbiased[0]).clamp_(min=unbiased[1]).sqrt_()
+        else:
+            denominator = (second.sqrt() / root_correction).add_(eps)
+        param.copy_(values.addcdiv_(first, denominator, value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
     _update(_adam_kernel, columns, launch, fallback, factors, numbers, (seed, offset), starts, row, backend)
@@ -400,6 +413,7 @@ def _adam_kernel(
     V_DTYPE: tl.constexpr,
     NOISE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    CORRECTED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -441,5 +455,9 @@ def _adam_kernel(
             maxima = pointer_at(row + 4, V_DTYPE, ALIGNED)
             exp_avg_sq = tl.maximum(exp_avg_sq, tl.load(maxima + index, mask=inside, other=0.0).to(tl.float32))
             tl.store(maxima + index, exp_avg_sq.to(V_DTYPE), mask=inside)
-        denominator = tl.sqrt(exp_avg_sq) / root_correction + eps
+        if CORRECTED:
+            unbiased = exp_avg_sq / (root_correction * root_correction) - number_at(key, 10)
+            denominator = tl.sqrt(tl.maximum(unbiased, number_at(key, 11)))
+        else:
+            denominator = tl.sqrt(exp_avg_sq) / root_correction + eps
         tl.store(params + index, (param * shrink - step_size * exp_avg / denominator).to(P_DTYPE), mask=inside)

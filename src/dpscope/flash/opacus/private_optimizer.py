@@ -12,9 +12,10 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER, SECURE_RANKS
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
@@ -47,6 +48,8 @@ class DPFlashOptimizer(DPOptimizer):
         secure_mode: Use Opacus's secure noise.
         fused: Update SGD, Adam and AdamW in the same pass that adds the noise. `.grad` is then None after a step.
             Default: on a GPU with Triton, if the result is that of torch's own update.
+        adam_bc: The floor γ′ of DP-AdamBC (Tang et al. 2023), such as 5e-8. Adam then divides by
+            √max(v̂ − (σC/B)², γ′) instead of √v̂ + ε: v̂ without the variance of the noise. Always `fused`.
 
     Raises:
         UserError: An argument is wrong, or the optimizer calls a closure several times in a step.
@@ -74,20 +77,21 @@ class DPFlashOptimizer(DPOptimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
         fused: bool | None = None,
+        adam_bc: float | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
         _refuse_closures(optimizer)
         if engine.ranks is None:
             refuse_several_processes()
         elif secure_mode:
-            raise UserError(
-                "secure_mode draws its noise on each rank apart, which adds it once for every rank: leave it out; "
-                "the keys of flash clipping's own noise come from the operating system"
-            )
+            raise SECURE_RANKS.error()
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
             )
+        if adam_bc is not None:
+            _check_adam_bc(adam_bc, optimizer, fused, secure_mode)
+            fused = True
         if fused and not FusedUpdate.supports(optimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
@@ -95,8 +99,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._key: Key | None = None  # of the step that runs
         self._steps = 0
         self._own = frozenset(map(id, engine.parameters))
-        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
-        self._fused = fused
+        self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
+        self._fused, self._adam_bc = fused, adam_bc
         self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
         self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
@@ -165,6 +169,7 @@ class DPFlashOptimizer(DPOptimizer):
         if self._uses_fused_update():
             self._fused_step(trained)
             return None
+        self._refuse_adam_bc()
         self._privatise()
         result: float | None = self.original_optimizer.step()
         return result
@@ -173,10 +178,16 @@ class DPFlashOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Do all of a step except the update, for code that calls the two halves itself."""
         self._begin()
+        self._refuse_adam_bc()
         if self._skips():
             return False
         self._privatise()
         return True
+
+    def _refuse_adam_bc(self) -> None:
+        """Refuse an update by torch, which knows no DP-AdamBC."""
+        if self._adam_bc is not None:
+            raise ADAM_BC_UNFUSED.error(cause="this step")
 
     def _privatise(self) -> None:
         """Turn the record of backward into the private gradient in `.grad`."""
@@ -189,10 +200,7 @@ class DPFlashOptimizer(DPOptimizer):
         refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
-            raise UserError(
-                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
-                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
-            )
+            raise FOREIGN_SCALER.error()
         if self.engine.ranks is None:
             refuse_several_processes()
         if not self.engine.attached:
@@ -437,6 +445,16 @@ def _refuse_closures(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
             "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
         )
+
+
+def _check_adam_bc(floor: Any, optimizer: Optimizer, fused: bool | None, secure_mode: bool) -> None:
+    """Raise UserError if DP-AdamBC cannot be had."""
+    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < math.inf:
+        raise UserError(f"adam_bc must be a finite number above 0, such as 5e-8, not {floor!r}")
+    if not isinstance(optimizer, Adam) or any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ADAM_BC.error()
+    if fused is False or secure_mode:
+        raise ADAM_BC_UNFUSED.error(cause="secure_mode" if secure_mode else "fused=False")
 
 
 def _require_noise(multiplier: float) -> None:

@@ -22,7 +22,7 @@ from dpscope.flash.torch_side.frames import skip_frame, uncompiled
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
-Reruns = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
+BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
 
 
 class WrapperTap(InstanceMethod):
@@ -105,12 +105,12 @@ class Ranks:
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))
 
-    def agree_on_reruns(self, own: Sequence[Reruns]) -> list[Reruns]:
+    def agree_on_reruns(self, own: Sequence[BlockNames]) -> list[BlockNames]:
         """Return the blocks that any rank runs again, last ones first: number -> names of their parameters.
 
         `own`: those of this rank, in several lists that are kept apart.
         """
-        found: list[Reruns] = [{} for _ in own]
+        found: list[BlockNames] = [{} for _ in own]
         for lists in self.control.gather(own, what="agree on checkpointed blocks to run again"):
             for blocks_of_all, theirs in zip(found, lists, strict=True):
                 for number, names in theirs.items():

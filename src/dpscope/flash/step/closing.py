@@ -29,6 +29,8 @@ class RerunBlocks(Protocol):
 
     def __bool__(self) -> bool: ...
 
+    def made(self, into: RunningSum | None) -> SumBatch: ...
+
     def sums(
         self, micro: MicroBatch | None, into: RunningSum | None
     ) -> AbstractContextManager[Callable[[Collection[str] | None], SumBatch]]: ...
@@ -46,7 +48,7 @@ class LocalCloser:
         """Return the sums of all trainable parameters. `factored`: as in `MicroBatch.sums`."""
         if micro is None:
             return self._zeros(set(), into)
-        made = SumBatch([], [], None)
+        made = SumBatch([], [], None) if again is None else again.made(into)
         if again:
             for batch in micro.sums(into=into, factored=False, group_bytes=HELD_GROUP_BYTES):
                 made.parameters.extend(batch.parameters)
@@ -95,25 +97,25 @@ class RankCloser:
         self, micro: MicroBatch | None, again: RerunBlocks | None, into: RunningSum | None, *, factored: bool
     ) -> Iterator[SumBatch]:
         """Return the sums of all trainable parameters. They travel before an update uses them: none is `factored`."""
+        made = SumBatch([], [], None) if again is None else again.made(None)
         if not again:
-            return self._reduce(micro, None, into)
+            return self._reduce(micro, made, lambda names: made, into)
         with again.sums(micro, None) as sums_of:
-            return iter(list(self._reduce(micro, sums_of, into)))
+            return iter(list(self._reduce(micro, made, sums_of, into)))
 
     def _reduce(
         self,
         micro: MicroBatch | None,
-        sums_of_blocks: Callable[[Collection[str] | None], SumBatch] | None,
+        made: SumBatch,
+        sums_of_blocks: Callable[[Collection[str] | None], SumBatch],
         into: RunningSum | None,
     ) -> Iterator[SumBatch]:
         device = "cpu" if micro is None else micro.clipping.scale.device.type
 
         def sums_of(some: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-            found: dict[nn.Parameter, Tensor] = {}
             with torch.no_grad(), no_autocast(device):
-                if sums_of_blocks is not None:
-                    blocks = sums_of_blocks({self._slots[parameter].name for parameter in some})
-                    found = _taken(blocks, some)
+                again = sums_of_blocks({self._slots[parameter].name for parameter in some})
+                found = {**_taken(made, some), **_taken(again, some)}
                 return found if micro is None else {**found, **micro.sums_of(some)}
 
         self._ranks.meet_to_reduce()

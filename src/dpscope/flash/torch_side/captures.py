@@ -24,9 +24,16 @@ def has_graphs(device: torch.device) -> bool:
 def record(run: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
     """Capture the device work of `run`. Return a function that replays it, and its result, which a replay fills."""
     graph = torch.cuda.CUDAGraph()
-    # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
-        result = run()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+            result = run()
+    except BaseException:
+        # torch leaves the generator as if the capture still ran: it could draw nothing any more.
+        generator.graphsafe_set_state(before)
+        raise
     return graph.replay, result
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo import decorators, eval_frame
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import COMPILED_FORWARD
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -112,10 +113,7 @@ def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], ar
         if is_wrapper(module) or module in around or not _is_compiled_function(module.forward):
             continue
         if not trained.isdisjoint(module.modules()):
-            raise UserError(
-                f"the forward of {name or 'the model'} was compiled as a function, in which flash clipping cannot "
-                "record its layers: compile the module instead, by module.compile() or torch.compile(module)"
-            )
+            raise COMPILED_FORWARD.error(name=name or "the model")
 
 
 def _is_compiled_function(function: object) -> bool:

@@ -90,7 +90,7 @@ class CapturedUpdate:
         self._words.copy_(host.pin_memory() if on_device else host, non_blocking=on_device)
 
     def end_replay(self) -> None:
-        """Tell autograd that the graph has written to the parameters."""
+        """Mark the parameters as written, which autograd cannot see."""
         torch.autograd.graph.increment_version(self._parameters)
 
 

@@ -69,10 +69,14 @@ def privatise_gradients(
 
 
 class FusedUpdate:
-    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it."""
+    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    adam_bc  the floor of DP-AdamBC, of Adam and AdamW
+    """
+
+    def __init__(self, optimizer: Optimizer, adam_bc: float | None = None) -> None:
         self.optimizer = optimizer
+        self._adam_bc = adam_bc
         self._update = _RULES[type(optimizer)]
         self._counts = StepCounts()
 
@@ -128,7 +132,8 @@ class FusedUpdate:
         optimizer = self.optimizer
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         starts = how.noise.starts(optimizer)
-        step = _Step(optimizer.state, self._counts, {**how.numbers, "seed": key[0], "offset": key[1]}, captured)
+        privacy = {**how.numbers, "seed": key[0], "offset": key[1]}
+        step = _Step(optimizer.state, self._counts, privacy, captured, self._adam_bc)
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for batch in batches:
@@ -222,6 +227,7 @@ class _Step:
     counts: StepCounts
     privacy: dict[str, Any]
     captured: CapturedUpdate | None
+    adam_bc: float | None
 
     def advance(self, counters: list[Tensor], step: int) -> None:
         if self.captured is None:
@@ -275,7 +281,8 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
 
     def options() -> dict[str, Any]:
         found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
-        return {**found, "decoupled_weight_decay": decoupled or group.get("decoupled_weight_decay", False)}
+        found["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
+        return {**found, "floor": step.adam_bc}
 
     def numbers(count: int, privacy: dict[str, Any]) -> list[float]:
         return adam_numbers(step=count, **options(), **privacy)

@@ -102,12 +102,15 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
 
 def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     """Return how long the GPU was busy and idle within the steps, and why it was idle."""
-    busy = idle_host = idle_queued = idle_end = total = 0.0
+    busy = host = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
         covered = union(clip_to(view.step, view.trace.device_work))
         busy += sum(end - start for start, end in covered)
         asked = _launch_times(view)
+        host += (
+            max((time for time in asked.values() if time <= view.step.end), default=view.step.start) - view.step.start
+        )
         moment = view.step.start
         for start, end in covered:
             # If the next work had not been asked for when the GPU ran dry, the GPU waited for the host.
@@ -121,6 +124,7 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     launched = [work for view in views for work in view.device_work if work.category == "kernel"]
     return {
         "busy_ms": _ms(busy) / count,
+        "host_busy_ms": _ms(host) / count,
         "idle_ms": _ms(idle_host + idle_queued + idle_end) / count,
         "idle_waiting_for_host_ms": _ms(idle_host) / count,
         "idle_between_queued_ms": _ms(idle_queued) / count,

@@ -97,6 +97,7 @@ class TracedMemory(TypedDict):
 
 class GpuTime(TypedDict):
     busy_ms: float
+    host_busy_ms: NotRequired[float]  # until the host has asked for the last work of a step
     idle_ms: float
     idle_waiting_for_host_ms: float
     idle_between_queued_ms: float

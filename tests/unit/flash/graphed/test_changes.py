@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import DPFlashOptimizer, FlashEngine
+from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
-from tests.unit.flash.graphed.test_step import (
+from tests.unit.flash.graphed.loops import (
     CLASSES,
     WIDTH,
     assert_same,
     assert_trains_alike,
     batches,
     loss_of,
-    make_graphed_step,
     network,
     private,
     trained_by_graph,

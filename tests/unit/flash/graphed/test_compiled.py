@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from dpscope.flash import make_graphed_step
 from dpscope.trainers.compilation import CompileCounts
-from tests.unit.flash.graphed.test_step import (
+from tests.unit.flash.graphed.loops import (
     WIDTH,
     assert_same,
     batches,
     loss_of,
-    make_graphed_step,
     network,
     private,
     trained_by_loop,

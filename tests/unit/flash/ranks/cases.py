@@ -25,6 +25,7 @@ from torch.utils.data import Subset
 
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
+from dpscope.flash.gradients.clip_rules import CLIP_RULES
 from dpscope.flash.torch_side.frames import original_of
 from dpscope.instruments.collectives import CollectiveBytes
 from tests.torch_here import CAN_COMPILE, CAN_SHARD
@@ -230,6 +231,45 @@ def lean_shards() -> dict[str, Any]:
     """By policy, with each memory budget."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return {name: (repeated(None, policy), repeated("lean", policy)) for name, policy in (("", None), ("bf16", half))}
+
+
+RULE_BOUNDS: dict[str, Any] = {"per_group": {"*norm*": 0.2, "*embed*": 0.3, "*": 0.4}}
+
+
+def ruled(way: str, clipping: str, *, views: int = 1, users: bool = False) -> dict[str, Tensor]:
+    """Two steps under a rule, without noise; rows are samples, views of a sample beside one another, or users'."""
+    model = w.spread(w.make_model(), way)
+    model, optimizer, _ = w.make_private(
+        model,
+        w.optimizer_of(model, "sgd"),
+        noise_multiplier=0.0,
+        max_grad_norm=RULE_BOUNDS.get(clipping, w.CLIP),
+        clipping=clipping,
+        rows_per_sample=views,
+        loss_reduction="sum",
+    )
+    ids, labels = w.make_data().tensors
+    rank, size = w.rank_and_world()
+    for first in (0, 16):
+        rows = range(first, first + 16) if size == 1 else range(first + 4 * rank, first + 4 + 12 * rank)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids[rows]), labels[rows], reduction="sum")
+        if users:
+            optimizer.engine.group_rows(torch.tensor(rows) // 4)
+        loss.backward()
+        optimizer.step()
+    return w.whole_parameters(model)
+
+
+# How rows belong to samples, by name.
+ROWS: dict[str, dict[str, Any]] = {"rows": {}, "views": {"views": 2}, "users": {"users": True}}
+RULED = [(rule, "rows") for rule in CLIP_RULES] + [("flat", "views"), ("per_layer", "views"), ("flat", "users")]
+
+
+def ruled_ways() -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    return {
+        (way, rule, rows): ruled(way, rule, **ROWS[rows]) for way in w.possible("ddp", "fsdp") for rule, rows in RULED
+    }
 
 
 def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
@@ -541,6 +581,7 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
         picky_ways,
         tied_ways,
         lean_shards,
+        ruled_ways,
         half_precision,
         communicated,
         thousand_draws,

@@ -66,6 +66,14 @@ def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process
             assert_same(parameters, expected)
 
 
+def test_every_rule_and_every_kind_of_rows_is_that_of_one_process(worlds: dict[int, Any]) -> None:
+    expected = {(rule, rows): cases.ruled("alone", rule, **cases.ROWS[rows]) for rule, rows in cases.RULED}
+    for found in worlds[2]:
+        assert len(found["ruled_ways"]) >= len(expected)
+        for (_way, rule, rows), parameters in found["ruled_ways"].items():
+            assert_same(parameters, expected[rule, rows])
+
+
 @takes_shards
 def test_blocks_of_a_sharded_model_run_again_with_the_weights_of_all_ranks(worlds: dict[int, Any]) -> None:
     """On a rank without a sample, too, which runs none of them. A block that runs twice is held."""
