@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.sample_rows.rehearsal_run import Buffers, Snapshot, opened_gates
+from dpscope.flash.sample_rows.rehearsal_run import Buffers, ModelSnapshot, opened_gates
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
 from dpscope.flash.torch_side import dry_run
@@ -61,14 +61,14 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ModelSnapshot | None = None
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
 
     def _untouched(self) -> AbstractContextManager[None]:
         """Return a context after which the model, and all random states, are as they were before the first question."""
-        self._snapshot = self._snapshot or Snapshot(self.model)
+        self._snapshot = self._snapshot or ModelSnapshot(self.model)
         return self._snapshot.kept()
 
     def has_different_samples(self) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.mixing import mixing_found, replaced
-from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, Snapshot
+from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, ModelSnapshot
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, apart_from
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in
@@ -54,7 +54,7 @@ class Rehearsal(TriedCall):
         self.rehearsing = rehearsing
         self.suspects: Sequence[nn.Module] = ()  # modules that are looked at first
         self.row = 0  # the sample that is changed
-        self._snapshot = Snapshot(model)
+        self._snapshot = ModelSnapshot(model)
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self._content: Run | None = None
 

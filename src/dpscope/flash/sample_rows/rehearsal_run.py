@@ -178,7 +178,7 @@ class Buffers:
                 self._versions[place] = buffer._version
 
 
-class Snapshot:
+class ModelSnapshot:
     """Random states, buffers and attributes of a model as they are now, to be put back after runs of it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -221,4 +221,4 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 
 def untouched(model: nn.Module) -> AbstractContextManager[None]:
     """Restore random states, buffers and attributes of the model after the block."""
-    return Snapshot(model).kept()
+    return ModelSnapshot(model).kept()
