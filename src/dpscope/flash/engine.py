@@ -182,7 +182,7 @@ class FlashEngine:
 
     @property
     def pending(self) -> bool:
-        """True if a backward pass has left something that is not summed yet."""
+        """True if a backward pass has recorded something that is not summed yet."""
         return self.state.recorded
 
     @property
@@ -206,7 +206,7 @@ class FlashEngine:
 
     @property
     def taps(self) -> list[InstanceMethod]:
-        """The taps on the model. There is another list once it was tapped again."""
+        """The taps on the model. Tapping it again makes a new list."""
         return self._attachment.taps
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:

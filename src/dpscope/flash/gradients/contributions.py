@@ -99,10 +99,10 @@ class Contribution(Protocol):
         """Add `other`, of the same parameter, into this one if possible. Return True if only one is still needed."""
 
     def taken(self, index: Tensor) -> Contribution:
-        """Return the same of some rows; -1 is a row of zeros."""
+        """Return the contribution restricted to some rows; -1 is a row of zeros."""
 
     def folded(self, each: int, rules: PathRules) -> Contribution:
-        """Return the same with `each` rows beside one another as one sample."""
+        """Return the contribution with `each` consecutive rows as one sample."""
 
     def materialise(self) -> Tensor:
         """Return the per-sample gradients, (B, *shape)."""
@@ -302,7 +302,8 @@ class Outer(Saved):
     def norms_squared(self) -> Tensor:
         """Compute the norms by the direct path: per-sample gradients in slices of the batch, squared and dropped.
 
-        They are never rounded to half precision: the sum is not, and a norm of rounded values may be 2⁻⁹ too small.
+        They are never rounded to half precision, because the sum is not, and a norm of rounded values may be 2⁻⁹ too
+        small.
         """
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [

@@ -127,9 +127,9 @@ class NormSum:
         return not self._rounds or self._reads_tf32 or exact_path(GRAM, part.g) == GRAM
 
     def _truncate(self, part: Outer) -> Outer:
-        """Return the product whose Gram norm is that of its sum, if torch rounds operands to TF32.
+        """Return operands truncated to TF32, if torch rounds them, so that the Gram norm and the sum agree.
 
-        Truncation takes less than that rounding off both operands. An input that several layers read is truncated once.
+        Truncation takes off less than that rounding would. An input that several layers read is truncated once.
         """
         key = place_of(part.first)
         x = self._truncated.get(key)

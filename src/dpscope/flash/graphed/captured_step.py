@@ -95,7 +95,7 @@ class CapturedStep:
             return self._loss.clone()
 
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
-        """Return whether that sum is the one which this graph fills."""
+        """Return whether the sum is the one that this graph fills."""
         return self._batch.sums.get(parameter) is total
 
 

@@ -70,10 +70,10 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield what a loss function reads besides its arguments: variables around it, globals, defaults, attributes.
+    """Yield what a loss function reads besides its arguments: closure variables, globals, defaults, attributes.
 
-    Functions, modules and objects among these are opened, too, unless they are `known`; of objects, the `names` that
-    the function mentions. What lists, dictionaries and functions of libraries hold is not looked at.
+    Functions, modules and objects among these are searched too, unless they are `known`. Of objects, only the
+    attributes in `names` are searched. Contents of lists, dictionaries and library functions are not searched.
     """
     if id(value) in known:
         return

@@ -5,8 +5,8 @@ size and the *remainder* size. With remainder r and main sizes s_1 < … < s_k, 
 
     [0, r] → r    (r, s_1] → s_1    (s_i, s_i+1] → s_i+1    (s_k, s_1 + r] → s_1 + r    (s_i + r, s_i+1 + r] → s_i+1 + r
 
-each paid in rows, and a second batch in BATCH_COST besides. The cost of a step s_i → s_i+1 is its own, so for each r
-the main sizes are a shortest path.
+each paid in rows, plus BATCH_COST for a second batch. The cost of a step s_i → s_i+1 is its own, so for each r the main
+sizes are a shortest path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Masses = npt.NDArray[np.float64]
 
 
 class Sizes:
-    """The sizes that batches have, and how draws are cut into them at the least cost, as BATCH_COST has it."""
+    """The sizes of batches, and how draws are cut into them at the least cost."""
 
     def __init__(self, sizes: Iterable[int], masses: Masses | None = None) -> None:
         """Prepare the sizes. `masses[n]` is the probability that n samples are drawn, if it is known."""
@@ -59,7 +59,7 @@ class Sizes:
         return cuts
 
     def cut_with(self, size: int, count: int) -> list[int]:
-        """Return the same, with one batch of `size` among them."""
+        """Return the sizes of the batches, with one of `size` among them."""
         return [size] if count <= size else [size, *self.cut(count - size)]
 
     def _share(self, masses: Masses) -> float:
@@ -125,7 +125,7 @@ def binomial(samples: int, rate: float) -> Masses:
 
 
 def _cheapest(masses: Masses) -> tuple[int, ...]:
-    """Return the sizes of least expected cost: rows + BATCH_COST for a second batch."""
+    """Return the sizes with the least expected cost. The cost is rows, plus BATCH_COST for a second batch."""
     counts = np.arange(len(masses))
     mean = float(masses @ counts)
     spread = math.sqrt(max(0.0, float(masses @ counts**2) - mean**2))

@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Sampled(Protocol):
     """A module whose input has a row for each sample (`known`), or one for all of them (`shared`).
 
-    Both hold numbers of dimensions of x for which that was found out.
+    Both hold the numbers of dimensions of x for which this is known.
     """
 
     name: str
@@ -44,7 +44,7 @@ class OutputOf:
 
 @dataclass
 class SeenTensor:
-    """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
+    """One tensor seen in a run: `dims` may hold the samples; `shared`: it had one row for all of them."""
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]

@@ -95,7 +95,7 @@ class TriedCall:
         return {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
 
     def readings(self) -> Iterator[None]:
-        """Set `shared` to what it may be, in turn: no argument, one, or all but the first (masks, tables)."""
+        """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables)."""
         sampled = self.sampled_leaves()
         places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
         given = self.shared
@@ -148,7 +148,7 @@ def _without(shape: torch.Size, dim: int | None) -> list[int]:
 
 
 def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
-    """Return the leaf with its other dimensions of as many entries in that order: what relates samples."""
+    """Return the leaf with its other dimensions of the batch's size permuted alike, as they relate samples."""
     for dim, size in enumerate(leaf.shape):
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
