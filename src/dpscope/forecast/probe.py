@@ -1,7 +1,7 @@
 """Short steps on the GPU at hand, and what they tell of larger batches.
 
 A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
-peak is off by a line in the batch size. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
+peak is off by a line in the batch size, one for steps and one for verification. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
 recording, even if the step waits for the host; that grows as predicted. The host's part is the time of steps in which
 the GPU waits, and is the same for all sizes.
 """
@@ -179,6 +179,7 @@ class Correction:
         return replace(
             step,
             peak_bytes=step.peak_bytes + missed,
+            step_bytes=step.step_bytes + (0 if step.peaks_verifying else missed),
             components={**step.components, UNATTRIBUTED: step.components.get(UNATTRIBUTED, 0) + missed},
             seconds=slower_of(busy, host),
             gpu_seconds=busy,
