@@ -1,9 +1,9 @@
 """Short steps on the GPU at hand, and what they tell of larger batches.
 
 A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
-peak is off by a line in the batch size, one for steps and one for verification. Its time has two parts. Kernels keep the GPU busy for so long, by a profiler's
-recording, even if the step waits for the host; that grows as predicted. The host's part is the time of steps in which
-the GPU waits, and is the same for all sizes.
+peak is off by a line in the batch size, one for steps and one for verification. Its time has two parts. Kernels keep
+the GPU busy for so long, by a profiler's recording, even if the step waits for the host; that grows as predicted. The
+host's part is the time of steps in which the GPU waits, and is the same for all sizes.
 """
 
 from __future__ import annotations
