@@ -385,17 +385,19 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
+def _step(guess: Row) -> Any:
+    from dpscope.forecast.step import StepForecast
+
+    return StepForecast(**{field.name: guess[field.name] for field in dataclasses.fields(StepForecast)})
+
+
 def _probed(guess: Row, times: Row, batch_size: int) -> Any:
     """What a plan with --probe says of the row from its smaller sizes; None without them."""
     from dpscope.forecast.probe import Correction, Probe
-    from dpscope.forecast.step import StepForecast
 
     if not times.get("probes") or "smaller" not in guess:
         return None
-    step, *smaller = (
-        StepForecast(**{field.name: each[field.name] for field in dataclasses.fields(StepForecast)})
-        for each in (guess, *guess["smaller"])
-    )
+    step, *smaller = map(_step, (guess, *guess["smaller"]))
     return Correction([Probe(**each) for each in times["probes"]], smaller)(step, batch_size)
 
 
@@ -435,7 +437,7 @@ def report(out: Path) -> None:
         for name, error in errors.items():
             every[name].append(error)
         said = {name: f"{errors[name]:+.1%}" if name in errors else "" for name in every}
-        planned = f"{guess['peak_bytes'] / GIB:.2f}" + " v" * (guess["peak_bytes"] > guess["step_bytes"])
+        planned = f"{guess['peak_bytes'] / GIB:.2f}" + " v" * _step(guess).peaks_verifying
         cells = [
             *(str(number), row["label"], f"{alone['peak_bytes'] / GIB:.2f}", planned),
             *(said["peak"], said["probed peak"], f"{1e3 * alone['seconds']:.1f}", f"{1e3 * guess['seconds']:.1f}"),

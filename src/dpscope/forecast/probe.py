@@ -33,7 +33,7 @@ from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
 
 ROUNDS = 3
-ROUND_SECONDS, MOST_TIMED = 0.3, 8  # of timed steps in a round
+ROUND_SECONDS, MOST_TIMED = 0.2, 8  # of timed steps in a round
 WAITING = 1.2  # step time over the GPU's busy time from which on the GPU waits for the host
 Say = Callable[[str], None]
 
@@ -58,25 +58,22 @@ def probe(specs: Sequence[RunSpec]) -> list[Probe]:
     except torch.OutOfMemoryError:
         if len(specs) == 1:
             raise
-    free_memory()  # which the error had held
-    return [_probe([spec])[0] for spec in specs]
+    finally:
+        free_memory()
+    return [probe([spec])[0] for spec in specs]
 
 
 def _probe(specs: Sequence[RunSpec]) -> list[Probe]:
-    trainings: list[_Training] = []
+    trainings = [_Training(replace(spec, device="cuda")) for spec in specs]
+    gc.collect()
+    gc.disable()  # it would stop some of the steps, and not others
     try:
-        for spec in specs:
-            trainings.append(_Training(replace(spec, device="cuda")))
-        gc.collect()
-        gc.disable()  # it would stop some of the steps, and not others
         for _ in range(ROUNDS):
             for each in trainings:
                 each.time_steps()
         return [each.probe() for each in trainings]
     finally:
         gc.enable()
-        del trainings
-        free_memory()
 
 
 class _Training:

@@ -55,9 +55,8 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
         )
     peak = format_bytes(row["step"]["peak_bytes"])
     sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')}"
-    alone = row["step"]["step_bytes"]
-    if alone < row["step"]["peak_bytes"]:
-        sentence += f", while the model is verified; other steps take {format_bytes(alone)}"
+    if row["peaks_verifying"]:
+        sentence += f", while the model is verified; other steps take {format_bytes(row['step']['step_bytes'])}"
     sentence += ")"
     if "privacy" in row:
         privacy = row["privacy"]
