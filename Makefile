@@ -40,7 +40,7 @@ all-tests: $(READY)  ## all tests, without lint and types
 	@echo "==> pytest"; $(PYTEST)
 
 docs: $(READY)  ## the site, as plain files that need no network: site/index.html
-	@$(BIN)/python benchmarks/headline.py write
+	@$(BIN)/python benchmarks/headline.py
 	@echo "==> sphinx"; $(BIN)/python docs/site/build.py site
 
 matrix:  ## the tests in the oldest and newest versions of Python and torch that can be had here

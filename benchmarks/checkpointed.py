@@ -1,12 +1,14 @@
 """Training with every block checkpointed: ordinary, flash clipping that holds blocks, and that recomputes them.
 
     python benchmarks/checkpointed.py [--batch 8] [--length 1024] [--reentrant] [--budget 25e9] [--budget ordinary]
-    python benchmarks/checkpointed.py --kinds lean --kernels 30
+    python benchmarks/checkpointed.py --kinds lean per_layer --kernels 30
+    python benchmarks/checkpointed.py --kinds per_layer --batch 8 32 --out FOLDER
 
 A plain loop around the decoder of `dpscope compare` (preset 1b unless other sizes are given; tiny on a CPU), with AdamW
 and noise. Prints the median time of a step and the peak of memory, and both × ordinary training. On CUDA the peak is
 the allocator's; on a CPU it is that of one step above what was live before it, by torch's profiler. A budget of
-"ordinary" is the peak that ordinary training has just had. `--kernels` prints the GPU's time by kernel as well.
+"ordinary" is the peak that ordinary training has just had. `per_layer` is that clipping rule with the budget "lean":
+blocks are summed in backward. `--kernels` prints the GPU's time by kernel as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +48,7 @@ class CheckpointedModel(SimpleBigModel):
 class Training:
     """`budget`: of flash clipping; False: ordinary training."""
 
-    def __init__(self, options: argparse.Namespace, budget: float | str | bool | None) -> None:
+    def __init__(self, options: argparse.Namespace, budget: float | str | bool | None, clipping: str) -> None:
         torch.manual_seed(0)
         if options.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # flash clipping reads off it what forward and loss take
@@ -67,7 +70,7 @@ class Training:
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.engine: FlashEngine | None = None
         if budget is not False:
-            self.engine = FlashEngine(self.model, max_grad_norm=1.0, memory_budget=budget)
+            self.engine = FlashEngine(self.model, max_grad_norm=1.0, clipping=clipping, memory_budget=budget)
             self.optimizer = DPFlashOptimizer(
                 self.optimizer,
                 engine=self.engine,
@@ -132,7 +135,8 @@ def _allocations(profile: torch.profiler.profile) -> Iterator[int]:
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
+    parser.add_argument("--out", type=Path, help="folder for the table, written after every row")
     parser.add_argument("--length", type=int, default=1024 if on_gpu else 128)
     parser.add_argument("--width", type=int, default=2048 if on_gpu else 64)
     parser.add_argument("--layers", type=int, default=20 if on_gpu else 4)
@@ -145,28 +149,41 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--budget", action="append", default=[], help='bytes, or "ordinary"; may be given several times'
     )
-    parser.add_argument("--kinds", nargs="*", choices=("flash", "lean"), default=["flash", "lean"])
+    parser.add_argument("--kinds", nargs="*", choices=("flash", "lean", "per_layer"), default=["flash", "lean"])
     parser.add_argument("--kernels", type=int, default=0, help="so many kernels of each kind of training (CUDA)")
     options = parser.parse_args(arguments)
-    budgets: dict[str, float | str | bool | None] = {"flash": None, "lean": "lean"}
+    for batch in options.batch:
+        measure(argparse.Namespace(**{**vars(options), "batch": batch}))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Print a table of one size, and append it to a file."""
+    budgets: dict[str, float | str | bool | None] = {"flash": None, "lean": "lean", "per_layer": "lean"}
     kinds = {"standard": False, **{kind: budgets[kind] for kind in options.kinds}}
     kinds |= {f"budget {each}": each if each == "ordinary" else float(each) for each in options.budget}
-    print(f"{options.batch} × {options.length}, every block checkpointed, {options.dtype}, {options.device}")
-    print(f"{'':16}{'ms':>10}{'×':>7}{'peak MB':>12}{'×':>7}  blocks")
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with (options.out / "checkpointed.txt").open("a") as file:
+                file.write(f"{line}\n")
+
+    say(f"{options.batch} × {options.length}, every block checkpointed, {options.dtype}, {options.device}")
+    say(f"{'':16}{'ms':>10}{'×':>7}{'peak MB':>12}{'×':>7}  blocks")
     first: tuple[float, int] | None = None
     for name, budget in kinds.items():
-        training = Training(options, first[1] if budget == "ordinary" and first else budget)
+        clipping = "per_layer" if name == "per_layer" else "flat"
+        training = Training(options, first[1] if budget == "ordinary" and first else budget, clipping)
         for _ in range(3):
             training.step()
         took = statistics.median(training.milliseconds() for _ in range(options.steps))
         peak = training.peak_bytes()
         first = first or (took, peak)
         ratios = took / first[0], peak / first[1]
-        print(
-            f"{name:16}{took:10.1f}{ratios[0]:7.2f}{peak / 1e6:12.1f}{ratios[1]:7.2f}  {training.blocks()}", flush=True
-        )
+        say(f"{name:16}{took:10.1f}{ratios[0]:7.2f}{peak / 1e6:12.1f}{ratios[1]:7.2f}  {training.blocks()}")
         if options.kernels:
-            print(training.kernels(options.kernels), flush=True)
+            say(training.kernels(options.kernels))
         del training
         gc.collect()
         if options.device == "cuda":

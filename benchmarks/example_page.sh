@@ -5,7 +5,7 @@
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 DOCS="$HERE/../docs"
 PYTHON="${PYTHON:-$([ -x "$HERE/../.venv/bin/python" ] && echo "$HERE/../.venv/bin/python" || echo python3)}"
-RESULTS="${1:-$HERE/results/2026-11-15-h200-page}/results"
+RESULTS="${1:-$HERE/results/2026-11-17-h200-page}/results"
 WORK="$(mktemp -d)"
 
 cp -r "$RESULTS" "$WORK/results"

@@ -1,6 +1,6 @@
 """How long the host is busy with a training step: ordinary training, and flash clipping, by phase.
 
-    python benchmarks/host_time.py [--model decoder|gpt2|vit] [--layers 20] [--path keep] [--lean] [--steps 30]
+    python benchmarks/host_time.py [--model decoder|gpt2|vit|resnet50|ws-resnet50] [--layers 20] [--path keep]
 
 A step whose kernels are short waits for Python: what counts then is how long the host takes to give out the work. The
 models have as many layers as real ones but are very narrow, so that nothing but the host's time is left. On a CPU the
@@ -27,9 +27,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # so that kernels can be defined where there is no GPU
+
+from any_model import StandardisedConv, resnet  # beside this file
 
 from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
@@ -39,6 +43,7 @@ from dpscope.trainers.checkpointing import checkpoint_blocks
 from dpscope.workloads.configs import TransformerConfig, WorkloadConfig, make_config
 from dpscope.workloads.workload import build_workload
 
+CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {"resnet50": nn.Conv2d, "ws-resnet50": StandardisedConv}
 PHASES = ("forward", "backward", "step")
 WARMUP = 17  # steps: modules with bare parameters are checked at the 2nd, 4th, 8th and 16th
 PROFILED = 10
@@ -82,16 +87,21 @@ def leave_out_launches() -> None:
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
     from dpscope.flash.checkpointing import block_reruns
+    from dpscope.flash.sample_rows import rehearsed_calls
     from dpscope.flash.update import optimizer
 
     # What no kernel has written is not the same twice.
     block_reruns.BlockReruns._refuse_other_gradients = lambda self, each: None
+    for name in ("_verify", "_look_again", "_try_rows"):  # they would find that results are wrong numbers
+        setattr(rehearsed_calls.RehearsedCalls, name, lambda self, call: None)
+    rehearsed_calls.RehearsedCalls.settle = lambda self, unknown, *call: rehearsed_calls._note_known(unknown)
     optimizer.use_triton = lambda backend, device, *, served, why_not="": True
 
 
 @dataclass
 class Training:
-    config: WorkloadConfig
+    model_name: str
+    layers: int
     batch: int
     length: int
     flash: bool
@@ -101,16 +111,10 @@ class Training:
     times: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def __post_init__(self) -> None:
-        workload = build_workload(
-            self.config,
-            batch_size=self.batch,
-            seq_len=None if self.config.resolve_seq_len(None) is None else self.length,
-        )
         with torch.device(self.device):
-            self.model = workload.model()
+            self._build()
         if self.lean:
             checkpoint_blocks(self.model)
-        self.loss, self.rows = workload.loss, workload.batch(0, torch.device(self.device))
         optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if self.flash:
             budget = "lean" if self.lean else None
@@ -120,6 +124,18 @@ class Training:
             )
         self.optimizer = optimizer
 
+    def _build(self) -> None:
+        if self.model_name in CONVOLUTIONS:
+            self.model = resnet(CONVOLUTIONS[self.model_name], 8, (3, 4, 6, 3), True, True)
+            self.loss = lambda model, rows: F.cross_entropy(model(rows[0]), rows[1], reduction="none")
+            self.rows = torch.randn(self.batch, 3, 32, 32), torch.randint(10, (self.batch,))
+            return
+        config = narrow_config(self.model_name, self.layers, self.length)
+        length = None if config.resolve_seq_len(None) is None else self.length
+        workload = build_workload(config, batch_size=self.batch, seq_len=length)
+        self.model = workload.model()
+        self.loss, self.rows = workload.loss, workload.batch(0, torch.device(self.device))
+
     def step(self) -> None:
         # Backward runs on a thread of autograd's on a GPU, so there the clock is the wall's.
         clock = time.perf_counter if self.device == "cuda" else time.thread_time
@@ -127,7 +143,7 @@ class Training:
             torch.cuda.synchronize()
         self.optimizer.zero_grad()
         start = clock()
-        with torch.autocast(self.device, torch.bfloat16):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.model_name not in CONVOLUTIONS):
             loss = self.loss(self.model, self.rows).mean()
         forward = clock()
         loss.backward()
@@ -148,7 +164,7 @@ def profiled(training: Training, steps: int) -> pstats.Stats:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("decoder", "gpt2", "vit"), default="decoder")
+    parser.add_argument("--model", choices=("decoder", "gpt2", "vit", *CONVOLUTIONS), default="decoder")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=16)
@@ -161,10 +177,16 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.device == "cpu":
         leave_out_launches()
-    config = narrow_config(options.model, options.layers, options.length)
     trainings = {
         name: Training(
-            config, options.batch, options.length, name == "flash", options.device, options.path, options.lean
+            options.model,
+            options.layers,
+            options.batch,
+            options.length,
+            name == "flash",
+            options.device,
+            options.path,
+            options.lean,
         )
         for name in ("standard", "flash")
     }

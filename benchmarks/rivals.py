@@ -1,18 +1,20 @@
-"""Who costs what: private training of four models by every engine, eager and compiled; first the Trainer's overhead.
+"""What private training costs: seven models by every engine, eager and compiled, and the private Trainer's overhead.
 
-    python benchmarks/rivals.py OUT [--budget 150] [--tiny]
+    python benchmarks/rivals.py OUT [--budget 480]
+    python benchmarks/rivals.py OUT --smoke     # tiny models, everything at once: does each cell run on this machine?
 
-1. `private_trainer.py`: the private Trainer against a plain private loop.
-2. Eager cells: one process for each model, and one more for each model with opake, whose patches of transformers stay.
-3. Compiled cells, as far as the time allows.
+1. Eager cells, one process for each model.
+2. Compiled cells. All models compile at the same time, and are measured in turn.
+3. `private_trainer.py`: the private Trainer next to a plain private loop.
+4. opake, whose patches of transformers stay: a process of its own for each model.
 
-Nothing runs at the same time. Processes are forked from one that has imported everything. A method alternates with
-ordinary training, block by block: the ratio is the median over pairs of blocks, its spread the smallest and the
-largest. opake is measured alone, and compared with ordinary training of the same run. Peaks are of clear steps: the
-first ones, in which flash clipping verifies the model, are over.
+Nothing else runs while a cell is measured. A method alternates with the one it is compared with, block by block: the
+ratio is the median over pairs of blocks, its spread the smallest and the largest. Where both cannot be in one process
+(opake; compiled against eager), the ratio is that of the medians. Peaks are of clear steps: the first ones, in which
+flash clipping verifies the model, are over.
 
-Results are written to OUT as each cell ends, and printed as a table; OUT/rivals.tar holds all files. If each engine is
-exact, `dpscope check` tells.
+OUT/headline.json has every cell as it ends; the pages are made from it by `headline.py write`. OUT/logs.tar has the
+output of each process. `dpscope check` tells which engine is exact.
 """
 
 from __future__ import annotations
@@ -20,56 +22,32 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU leaves forked processes able to use it
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process that compiles
 
 import argparse
 import contextlib
-import gc
 import importlib
 import json
 import math
 import multiprocessing
 import statistics
-import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import headline
 import private_trainer
 import torch
-from headline import Cell, Loop, Row
+from rows import CELLS, ROWS, Loop, device, device_name, free, versions
 
-ROWS = ("llama-lora", "gpt2", "vit", "decoder")
-# fastDP cannot run under autocast: it has ordinary training in its own number format beside it. It replaces methods of
-# Hugging Face's classes, and so comes last.
-CELLS = {
-    "standard": Cell("standard", "none", None, "ordinary training", ""),
-    "flash": Cell("flash", "none", "standard", "flash clipping", ""),
-    "standard compiled": Cell("standard", "default", None, "ordinary training, compiled", ""),
-    "flash compiled": Cell("flash", "default", "standard compiled", "flash clipping, compiled", ""),
-    "flat": Cell("flat", "none", "standard", "Opacus, hooks (`flat`)", ""),
-    "ghost": Cell("ghost", "none", "standard", "Opacus, ghost clipping", ""),
-    "functorch": Cell("functorch", "none", "standard", "Opacus, functorch", ""),
-    "standard tf32": Cell("standard", "none", None, "ordinary training, TF32", "", "tf32"),
-    "fastdp tf32": Cell("fastdp", "none", "standard tf32", "fastDP, TF32", "", "tf32"),
-}
-EAGER_OPAKE = {"opake": Cell("opake", "none", "standard", "opake", "")}
-COMPILED_OPAKE = {"opake compiled": Cell("opake", "default", "standard compiled", "opake, compiled", "")}
-ALL_CELLS = CELLS | EAGER_OPAKE | COMPILED_OPAKE
-EAGER = {key: cell for key, cell in CELLS.items() if cell.compile == "none"}
-COMPILED = {key: cell for key, cell in CELLS.items() if cell.compile != "none"}
-JOBS = {
-    **{f"{name}{also}": (name, cells) for name in ROWS for also, cells in (("", EAGER), ("-opake", EAGER_OPAKE))},
-    **{f"{name}-compiled": (name, COMPILED) for name in ROWS},
-    **{f"{name}-opake-compiled": (name, COMPILED_OPAKE) for name in ROWS},
-}
-PAIRS, BLOCK_MS = 5, 120.0
-TO_COMPILE = 30.0  # seconds for one model, about: none is begun with less left
+BLOCK_MS = 150.0
+PAIRS = 8
+CELL_SECONDS = 8.0  # of measured blocks; slow cells have fewer pairs
 NO_GPU_AFTER_FORK = 7
 IMPORTED = (
     *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
@@ -78,242 +56,356 @@ IMPORTED = (
 )
 
 
-# -- one model, in its own process -------------------------------------------------------------------------------------
+class Job(NamedTuple):
+    """Cells of one model that share a process; a job that is `prepared` builds all of them before it is measured."""
+
+    row: str
+    cells: tuple[str, ...]
+    prepared: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}-{self.cells[0].replace(' ', '-')}"
 
 
-class Job:
-    """The cells of one model: loops that are built once, and figures that are written as they come."""
+class Phase(NamedTuple):
+    """Jobs that run one after the other, or compile at the same time, and the share of the budget they end in."""
 
-    def __init__(self, out: Path, name: str, *, tiny: bool) -> None:
-        row, self.cells = JOBS[name]
-        self.row: Row = headline.ROWS[row]
-        self.out, self.name, self.tiny = out, name, tiny
-        self.loops: dict[str, tuple[Loop, int]] = {}  # with the bytes that each holds between steps
+    jobs: tuple[Job, ...]
+    until: float
+
+
+ENGINE_ROWS = ("llama-lora", "gpt2", "vit", "decoder")  # of docs/engines.md
+EAGER, MORE_EAGER = ("standard", "flash", "flat", "ghost"), ("functorch", "standard tf32", "fastdp tf32")
+TRAINER = Job("trainer", ("trainer",))
+
+
+def eager(row: str) -> Job:
+    return Job(row, EAGER + MORE_EAGER if row in ENGINE_ROWS else EAGER)
+
+
+def compiled(*rows: str) -> tuple[Job, ...]:
+    return tuple(Job(row, ("standard compiled", "flash compiled"), prepared=True) for row in rows)
+
+
+PHASES = (
+    Phase(tuple(map(eager, ROWS)), 0.38),
+    Phase(compiled(*ROWS), 0.72),
+    Phase((TRAINER,), 0.84),
+    Phase(tuple(Job(row, ("opake",)) for row in ENGINE_ROWS), 0.93),
+    Phase(tuple(Job(row, ("opake compiled",), prepared=True) for row in ENGINE_ROWS), 1.0),
+)
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+class Measuring:
+    """The cells of one model in this process: loops that are built once, and figures that are written as they come."""
+
+    def __init__(self, job: Job, out: Path, *, tiny: bool) -> None:
+        self.job, self.out, self.tiny = job, out, tiny
+        self.loops: dict[str, Loop] = {}
+        self.ready: dict[str, float] = {}
         self.figures: dict[str, dict[str, Any]] = {}
 
-    def measure(self, until: float) -> None:
-        for key, cell in self.cells.items():
-            if time.time() + (TO_COMPILE if cell.compile != "none" and not self.tiny else 0) > until:
+    def run(self, until: float, ready: Any, turn: Any) -> None:
+        if self.job.prepared:
+            for key in self.job.cells:
+                self.build(key)
+            ready.set()
+            turn.wait()
+        for key in self.job.cells:
+            if time.time() > until:
                 self.write(key, {"status": "not measured", "reason": "the time budget was spent"})
-                continue
-            failed = self._attempt(key)
-            self.write(key, failed or self._figure(key))
+            elif key in self.loops or (key not in self.figures and self.build(key)):
+                self.write(key, self.attempt(key))
             self._drop(key)
 
-    def _attempt(self, key: str) -> dict[str, Any] | None:
-        """Build the loop of a cell; return why there is none."""
-        from dpscope.errors import UserError
-
-        before = allocated()
+    def build(self, key: str) -> bool:
         start = time.time()
         try:
-            cell = self.cells[key]
-            if self.tiny and cell.dtype == "tf32":
-                cell = cell._replace(dtype="fp32")
-            loop = Loop(self.row, cell, tiny=self.tiny)
-        except torch.OutOfMemoryError:
-            found = {"status": "oom", "reason": "out of GPU memory"}
+            try:
+                self.loops[key] = Loop(ROWS[self.job.row], CELLS[key], tiny=self.tiny)
+            except torch.OutOfMemoryError:
+                if not self.job.prepared:
+                    raise
+                free()
+                time.sleep(15)  # models that are built at the same time need less between their steps
+                self.loops[key] = Loop(ROWS[self.job.row], CELLS[key], tiny=self.tiny)
         except Exception as error:
-            status = "refused" if isinstance(error, UserError) else "failed"
-            found = {"status": status, "reason": (str(error).strip().splitlines() or [type(error).__name__])[0][:300]}
-        else:
-            free()
-            self.loops[key] = (loop, allocated() - before)
-            print(f"{key} ready after {time.time() - start:.1f} s", flush=True)
-            return None
-        free()
-        return found
+            self.write(key, why_not(error))
+            return False
+        self.ready[key] = time.time() - start
+        print(f"{key} ready after {self.ready[key]:.1f} s", flush=True)
+        return True
 
-    def _figure(self, key: str) -> dict[str, Any]:
-        loop, held = self.loops[key]
-        base = self.loops.get(self.cells[key].base or "")
-        found: dict[str, Any] = {"status": "ok", "peak_bytes": peak_of(loop, held)}
-        steps = steps_of(loop)
+    def attempt(self, key: str) -> dict[str, Any]:
+        try:
+            return self.figure(key)
+        except Exception as error:
+            return why_not(error)
+
+    def figure(self, key: str) -> dict[str, Any]:
+        loop, base = self.loops[key], self.loops.get(CELLS[key].base or "")
+        found = {"status": "ok", "peak_bytes": loop.peak(), "ready_seconds": round(self.ready[key], 1)}
+        blocks = alternating([loop] if base is None else [loop, base], pairs=1 if self.tiny else PAIRS)
+        found |= {"ms": statistics.median(blocks[0]), "blocks_ms": rounded(blocks[0])}
         if base is None:
-            times = [loop.block(steps) for _ in range(PAIRS)]
-            return found | {"ms": statistics.median(times), "times": times}
-        base_steps = steps_of(base[0])
-        pairs = [(base[0].block(base_steps), loop.block(steps)) for _ in range(PAIRS)]
-        ratios = [own / ordinary for ordinary, own in pairs]
+            return found
+        ratios = [own / ordinary for own, ordinary in zip(*blocks, strict=True)]
         return found | {
-            "ms": statistics.median(own for _, own in pairs),
-            "ratio": statistics.median(ratios),
+            "base_ms": statistics.median(blocks[1]),
+            "base_blocks_ms": rounded(blocks[1]),
+            "time_ratio": statistics.median(ratios),
             "least_ratio": min(ratios),
             "most_ratio": max(ratios),
-            "pairs": pairs,
         }
 
     def _drop(self, key: str) -> None:
         """Free a loop that no later cell is compared with."""
-        later = list(self.cells)[list(self.cells).index(key) + 1 :]
-        if key not in {self.cells[each].base for each in later}:
+        later = self.job.cells[self.job.cells.index(key) + 1 :]
+        if key not in {CELLS[each].base for each in later}:
             self.loops.pop(key, None)
         free()
 
     def write(self, key: str, figure: dict[str, Any]) -> None:
         self.figures[key] = figure
-        (self.out / f"rivals-{self.name}.json").write_text(json.dumps(self.figures, indent=1))
+        part = {"device": device_name(), "row": self.job.row, "cells": self.figures}
+        write_whole(self.out / f"{self.job.name}.json", part)
         print(f"{key}: {figure['status']} {figure.get('ms', figure.get('reason'))}", flush=True)
 
 
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if headline.device() == "cuda" else 0
+def write_whole(file: Path, what: dict[str, Any]) -> None:
+    """Write a file that another process reads at any time."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(what, indent=1) + "\n", encoding="utf-8")
+    new.replace(file)
 
 
-def free() -> None:
-    gc.collect()
-    if headline.device() == "cuda":
-        torch.cuda.empty_cache()
+def why_not(error: Exception) -> dict[str, Any]:
+    """Return the status of a cell that failed, and the first line of the reason."""
+    from dpscope.errors import UserError
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "oom", "reason": "out of GPU memory"}
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return {"status": "refused" if isinstance(error, UserError) else "failed", "reason": said[0][:300]}
 
 
-def steps_of(loop: Loop) -> int:
-    return min(10, max(1, math.ceil(BLOCK_MS / loop.block(1))))
+def alternating(loops: list[Loop], *, pairs: int) -> list[list[float]]:
+    """Return milliseconds a step of blocks in turn, each loop first every second time."""
+    steps = [min(10, max(1, math.ceil(BLOCK_MS / loop.block(1)))) for loop in loops]
+    times: list[list[float]] = [[] for _ in loops]
+    start = time.time()
+    while len(times[0]) < pairs and (len(times[0]) < 3 or time.time() - start < CELL_SECONDS):
+        order = range(len(loops)) if len(times[0]) % 2 else reversed(range(len(loops)))
+        for each in order:
+            times[each].append(loops[each].block(steps[each]))
+    return times
 
 
-def peak_of(loop: Loop, held: int) -> int | None:
-    """Return the peak of two clear steps of this loop alone, with what it holds between steps."""
-    if headline.device() == "cpu":
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    others = allocated() - held
-    loop.block(2)
-    return torch.cuda.max_memory_allocated() - others
+def rounded(times: Iterable[float]) -> list[float]:
+    return [round(each, 3) for each in times]
 
 
-def run_job(out: Path, name: str, *, tiny: bool, until: float) -> None:
-    warnings.filterwarnings("ignore")
-    if name == "trainer":
-        private_trainer.measure(out, tiny=tiny)
-    else:
-        Job(out, name, tiny=tiny).measure(until)
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-def forked(out: Path, name: str, *, tiny: bool, until: float) -> None:
-    """Run a job in a process that was forked, its output in a file of its own."""
-    with (out / f"{name}.log").open("w") as log:
+def work(job: Job, out: Path, until: float, ready: Any, turn: Any, *, tiny: bool) -> None:
+    """Run a job in a process of its own, its output in a file of its own."""
+    with (out / f"{job.name}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    warnings.filterwarnings("ignore")
+    code = 0
     try:
-        if headline.device() == "cuda":
+        if device() == "cuda":
             torch.zeros(1, device="cuda")
     except RuntimeError:
         traceback.print_exc()
         os._exit(NO_GPU_AFTER_FORK)
     try:
-        run_job(out, name, tiny=tiny, until=until)
+        if job == TRAINER:
+            private_trainer.measure(out, tiny=tiny, seconds=until - time.time())
+        else:
+            Measuring(job, out, tiny=tiny).run(until, ready, turn)
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        code = 1
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def run_all(out: Path, names: list[str], *, tiny: bool, budget: float) -> None:
-    deadline = time.time() + budget
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+class Processes:
+    """Processes forked from one that has imported everything; fresh ones where a forked process finds no GPU."""
+
+    def __init__(self, out: Path, *, tiny: bool, command: str) -> None:
+        self.out, self.tiny, self.command = out, tiny, command
+        self.parts = Path(tempfile.mkdtemp())
+        self.start = time.time()
+        self.context: Any = multiprocessing.get_context("fork")
+
+    def one_by_one(self, jobs: tuple[Job, ...], until: float) -> None:
+        for number, job in enumerate(jobs):
+            if time.time() < until:
+                # A slow model may take the time that earlier ones have left, and none of the later ones'.
+                end = time.time() + (until - time.time()) * min(1.0, 1.6 / (len(jobs) - number))
+                process, _, turn = self.begin(job, end)
+                turn.set()
+                self.finish([(job, process)], end)
+                if process.exitcode == NO_GPU_AFTER_FORK and self.context.get_start_method() == "fork":
+                    self.context = multiprocessing.get_context("spawn")
+                    self.one_by_one(jobs[number:], until)
+                    return
+
+    def in_turn(self, jobs: tuple[Job, ...], until: float) -> None:
+        """Let all jobs prepare at the same time, then measure one after the other."""
+        if time.time() > until:
+            return
+        begun = [(job, *self.begin(job, until)) for job in jobs]
+        to_measure = 6.0 * len(jobs)
+        for _, process, ready, _ in begun:
+            while process.is_alive() and not ready.is_set() and time.time() < until - to_measure:
+                ready.wait(0.2)
+        for _, process, ready, _ in begun:
+            if not ready.is_set():
+                process.kill()
+        self.say(f"{sum(ready.is_set() for _, _, ready, _ in begun)} of {len(jobs)} are compiled")
+        for job, process, ready, turn in begun:
+            if ready.is_set():
+                turn.set()
+            self.finish([(job, process)], until)
+
+    def at_once(self, jobs: Iterable[Job], until: float) -> None:
+        begun = []
+        for job in jobs:
+            process, _, turn = self.begin(job, until)
+            turn.set()
+            begun.append((job, process))
+        self.finish(begun, until)
+
+    def begin(self, job: Job, until: float) -> tuple[Any, Any, Any]:
+        ready, turn = self.context.Event(), self.context.Event()
+        arguments = (job, self.parts, until - 1, ready, turn)
+        process = self.context.Process(target=work, args=arguments, kwargs={"tiny": self.tiny})
+        process.start()
+        return process, ready, turn
+
+    def finish(self, begun: list[tuple[Job, Any]], until: float) -> None:
+        """Wait for processes, and kill them when their time is over: what they have measured is written."""
+        for job, process in begun:
+            while process.is_alive() and time.time() < until + 4:
+                process.join(2)
+                self.write()
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+            self.write()
+            self.say(f"{job.name} ended with {process.exitcode}")
+
+    def write(self) -> dict[str, Any]:
+        """Write OUT/headline.json from what all processes have written, and return what it says."""
+        run = gathered(self.parts, self.command)
+        write_whole(self.out / "headline.json", run)
+        return run
+
+    def say(self, what: str) -> None:
+        print(f"{time.time() - self.start:6.1f} s  {what}", flush=True)
+
+
+def run_all(processes: Processes, rows: list[str], *, budget: float, smoke: bool) -> None:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    print(f"imported after {time.time() - deadline + budget:.1f} s", flush=True)
-    context, forks = multiprocessing.get_context("fork"), True
-    for name in ("trainer", *names):
-        if time.time() > deadline:
-            break
-        options: dict[str, Any] = {"tiny": tiny, "until": deadline - 3}
-        if forks:
-            process = context.Process(target=forked, args=(out, name), kwargs=options)
-            process.start()
-            end(process.join, process.is_alive, process.kill, deadline - time.time())
-            forks = process.exitcode != NO_GPU_AFTER_FORK
-        if not forks:
-            command = [sys.executable, __file__, str(out), "--job", name, "--until", str(options["until"])]
-            with (out / f"{name}.log").open("w") as log:
-                fresh = subprocess.Popen([*command, *(["--tiny"] if tiny else [])], stdout=log, stderr=log)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                fresh.wait(max(1, deadline - time.time()))
-            fresh.kill()
-        print(f"{name} ended after {time.time() - deadline + budget:.1f} s", flush=True)
+    processes.say("imported")
+    phases = [
+        Phase(tuple(job for job in phase.jobs if job == TRAINER or job.row in rows), phase.until) for phase in PHASES
+    ]
+    if smoke:
+        # opake takes minutes to compile
+        processes.at_once((job for phase in phases[:-1] for job in phase.jobs), processes.start + budget)
+        return
+    for phase in phases:
+        until = processes.start + budget * phase.until
+        if phase.jobs and phase.jobs[0].prepared:
+            processes.in_turn(phase.jobs, until)
+        else:
+            processes.one_by_one(phase.jobs, until)
 
 
-def end(join: Callable[[float], Any], is_alive: Callable[[], bool], kill: Callable[[], Any], seconds: float) -> None:
-    """Wait for a process, and kill it when its time is over: what it has measured is written."""
-    join(max(seconds, 1))
-    if is_alive():
-        kill()
-        join(5)
-
-
-def figures_of(out: Path, row: str) -> dict[str, dict[str, Any]]:
-    """Return the cells of a model from the files of its processes, with ratios of time and memory."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, (of, cells) in JOBS.items():
-        file = out / f"rivals-{name}.json"
+def gathered(folder: Path, command: str) -> dict[str, Any]:
+    """Return one run from the files of all processes."""
+    parts = [json.loads(file.read_text()) for file in sorted(folder.glob("*-*.json"))]
+    run: dict[str, Any] = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": parts[0]["device"] if parts else "none",
+        "versions": versions(),
+        "rows": {},
+    }
+    for name, row in ROWS.items():
+        known = {key: cell for part in parts if part["row"] == name for key, cell in part["cells"].items()}
+        asked = [key for phase in PHASES for job in phase.jobs if job.row == name for key in job.cells]
         missing = {"status": "not measured", "reason": "its process ended before"}
-        known = json.loads(file.read_text()) if file.exists() else {}
-        if of == row:
-            found |= {key: known.get(key, missing) for key in cells}
-    for key, figure in found.items():
-        base = found.get(ALL_CELLS[key].base or "", {})
+        cells = {key: known.get(key, missing) for key in CELLS if key in asked}
+        run["rows"][name] = {"label": row.label, "label_zh": row.label_zh, "cells": with_ratios(cells)}
+    trainer = folder / "trainer.json"
+    if trainer.exists():
+        run["trainer"] = json.loads(trainer.read_text())
+    return run
+
+
+def with_ratios(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return cells with the ratios to the cell that each is compared with, where both have figures."""
+    for key, figure in cells.items():
+        base = cells.get(CELLS[key].base or "", {})
         if figure["status"] == base.get("status") == "ok":
-            figure.setdefault("ratio", figure["ms"] / base["ms"])
+            figure.setdefault("time_ratio", figure["ms"] / base["ms"])
             if figure["peak_bytes"]:
                 figure["peak_ratio"] = figure["peak_bytes"] / base["peak_bytes"]
-    return found
+    return cells
 
 
 def describe(figure: dict[str, Any]) -> str:
     if figure["status"] != "ok":
         return f"{figure['status']}: {figure.get('reason', '')[:110]}"
     peak = "" if figure["peak_bytes"] is None else f"  {figure['peak_bytes'] / 2**30:6.1f} GiB"
-    ratio = f"{figure['ratio']:6.2f}×" if "ratio" in figure else ""
-    spread = f" ({figure['least_ratio']:.2f}–{figure['most_ratio']:.2f})" if "pairs" in figure else ""
+    ratio = f"{figure['time_ratio']:6.2f}×" if "time_ratio" in figure else ""
+    spread = f" ({figure['least_ratio']:.2f}–{figure['most_ratio']:.2f})" if "least_ratio" in figure else ""
     more = f", {figure['peak_ratio']:.2f}×" if "peak_ratio" in figure else ""
-    return f"{figure['ms']:8.1f} ms {ratio}{spread}{peak}{more}"
+    return f"{figure['ms']:8.1f} ms {ratio}{spread}{peak}{more}, ready in {figure['ready_seconds']} s"
 
 
-def show(out: Path, names: list[str]) -> None:
-    rows = {}
-    for name in names:
-        row = headline.ROWS[name]
-        rows[name] = {"label": row.label, "cells": figures_of(out, name)}
-        print(f"\n{row.label}")
-        for key, figure in rows[name]["cells"].items():
+def show(run: dict[str, Any], rows: list[str]) -> None:
+    for name in rows:
+        print(f"\n{run['rows'][name]['label']}")
+        for key, figure in run["rows"][name]["cells"].items():
             print(f"  {key:18} {describe(figure)}")
-    run = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": headline.device_name(),
-        "versions": headline.versions((*headline.PACKAGES, "opake")),
-        "rows": rows,
-    }
-    (out / "rivals.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    if (out / "trainer.json").exists():
+    if "trainer" in run:
         print("\nLoRA of a 1.2B Llama, bf16, inside the private Trainer")
-        for each in json.loads((out / "trainer.json").read_text())["rows"]:
+        for each in run["trainer"]["rows"]:
             print(f"  {private_trainer.describe(each)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which prove nothing but that it runs")
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds after which no further cell is begun")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, all cells at once: figures mean nothing")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all of it (default: %(default)g)")
     parser.add_argument("--only", default=",".join(ROWS), help="models: %(default)s")
-    parser.add_argument("--job", choices=["trainer", *JOBS], help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.job:
-        run_job(asked.out, asked.job, tiny=asked.tiny, until=asked.until)
-        return
     rows = [name for name in ROWS if name in asked.only.split(",")]
-    names = [name for name, (row, _) in JOBS.items() if row in rows]
-    run_all(asked.out, names, tiny=asked.tiny, budget=asked.budget)
-    show(asked.out, rows)
-    with tarfile.open(asked.out / "rivals.tar", "w") as whole:
-        for file in (*asked.out.glob("*.json"), *asked.out.glob("*.log")):
+    command = " ".join(["python benchmarks/rivals.py OUT", *sys.argv[2:]])
+    asked.out.mkdir(parents=True, exist_ok=True)
+    processes = Processes(asked.out, tiny=asked.smoke, command=command)
+    run_all(processes, rows, budget=asked.budget, smoke=asked.smoke)
+    show(processes.write(), rows)
+    with tarfile.open(asked.out / "logs.tar", "w") as whole:
+        for file in processes.parts.glob("*.log"):
             whole.add(file, arcname=file.name)
 
 

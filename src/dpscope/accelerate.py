@@ -2,7 +2,8 @@
 
 Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients. So the model is
 prepared first and then made private, and the loader stays the engine's own: a rank's share of one Poisson draw.
-`accelerator.save_state` and `load_state` keep the spent privacy.
+`accelerator.save_state` and `load_state` keep the spent privacy. With seeds (`noise_generator`, a loader with a
+generator), a run that is saved after an epoch and resumed takes the steps of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ class PlacedLoader:
         return getattr(self.loader, name)
 
 
+class PrivateAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's optimizer, whose step goes straight to the private one.
+
+    Accelerate's own step checks twice if an optional package is installed, which reads the disk. Its other work, loss
+    scaling and accumulation, is refused.
+    """
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
 def prepare_private(
     accelerator: Accelerator,
     model: nn.Module,
@@ -82,8 +94,10 @@ def prepare_private(
     prepared, accelerated = accelerator.prepare(model, optimizer)
     make = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     _, private, loader = make(module=prepared, optimizer=accelerated.optimizer, data_loader=data_loader, **privacy)
-    accelerated.optimizer = private
-    accelerator.register_for_checkpointing(SpentPrivacy(engine.accountant))
+    accelerated.optimizer, accelerated.__class__ = private, PrivateAcceleratedOptimizer
+    spent = SpentPrivacy(engine.accountant)
+    private.resumes_noise = spent.follow(data_loader.generator) and privacy.get("noise_generator") is not None
+    accelerator.register_for_checkpointing(spent)
     return prepared, accelerated, PlacedLoader(loader, accelerator.device), engine
 
 

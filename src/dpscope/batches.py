@@ -52,7 +52,7 @@ def sample_of(batch: Batch, index: int, size: int) -> Batch:
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Return the batch in `parts` of about the same size, or in fewer: none is empty unless the batch is."""
+    """Return the batch split into at most `parts` parts of about the same size; none is empty unless the batch is."""
     size = batch_size_of(batch)
     parts = max(1, min(parts, size))
     edges = [size * part // parts for part in range(parts + 1)]

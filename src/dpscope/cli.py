@@ -1,4 +1,4 @@
-"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence if it cannot."""
+"""The `dpscope` command: finds and runs the subcommand's file, and reports errors as one sentence."""
 
 from __future__ import annotations
 

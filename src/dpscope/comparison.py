@@ -145,7 +145,7 @@ class Comparison:
 
 
 def _with_its_own_name(result: Result) -> Result:
-    """Replace the alias of a method, which files of older scripts hold, by its name."""
+    """Replace a method's alias, as files of older scripts have it, by its name."""
     try:
         return replace(result, experiment=resolve_method(result.experiment).name)
     except UserError:

@@ -41,7 +41,7 @@ class Ended(Exception):
 
 @contextlib.contextmanager
 def ends_in_a_sentence() -> Iterator[None]:
-    """Print how the block ended and exit, if it ended in a way that is no fault of dpscope."""
+    """Print how the block ended and exit, unless the ending is a fault of dpscope."""
     try:
         with _signals_raise(signal.SIGTERM, signal.SIGHUP):
             try:
@@ -91,7 +91,7 @@ def _refused_by_system(error: OSError) -> str:
 
 
 def _stdout_is_broken() -> bool:
-    """Return whether standard output is broken, by writing an empty line: an error in writing names no stream."""
+    """Return whether standard output is broken. Write an empty line to find out: a write error names no stream."""
     try:
         print(flush=True)
     except OSError:

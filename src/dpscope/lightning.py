@@ -71,7 +71,7 @@ class PrivateTraining(Callback):
     # -- what Lightning calls ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make everything private: optimizers are there by now, and batches are not."""
+        """Make everything private. At this point optimizers exist, and no batch was loaded yet."""
         _refuse(trainer, pl_module)
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
@@ -80,6 +80,8 @@ class PrivateTraining(Callback):
                 f"private training needs one DataLoader to draw samples from, and was given {type(loader).__name__}: "
                 "give trainer.fit a DataLoader over the data set"
             )
+        dataset: Any = loader.dataset
+        self.budget.doubt_delta(len(dataset))
         (optimizer,) = trainer.optimizers
         _, private, private_loader = self.privacy_engine.make_private(
             module=self._spread(trainer, pl_module),
@@ -89,12 +91,14 @@ class PrivateTraining(Callback):
             max_grad_norm=self.max_grad_norm,
             **self.options,
         )
+        seeded = self.options.get("noise_generator") is not None
+        private.resumes_noise = self.budget.follow(loader.generator) and seeded
         trainer.strategy.optimizers = [private]
         source.instance = private_loader
         self._optimizer = private
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Have training end when the target ε is reached, also in a run that is resumed for longer."""
+        """Stop training when the target ε is reached, also in a run that is resumed for longer."""
         spend = self._optimizer.noise_multiplier, 1 / len(trainer.train_dataloader)
         self.budget.require_left(*spend)
         if (left := self.budget.steps_left(*spend)) is not None:
@@ -118,9 +122,9 @@ class PrivateTraining(Callback):
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _spread(self, trainer: Any, pl_module: nn.Module) -> nn.Module:
-        """Return the private part; over several processes in a wrapper without a reduction of its own.
+        """Return the private module, over several processes inside a wrapper that does not reduce gradients.
 
-        Lightning's DDP reduces gradients that are not clipped, so the strategy gets back the module without it.
+        Lightning's DDP reduces gradients before they are clipped, so the strategy gets the unwrapped module back.
         """
         root = self._root(pl_module)
         if not _is_ddp(trainer):

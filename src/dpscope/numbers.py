@@ -54,7 +54,7 @@ class RealNumber:
 
 
 def _as_float(value: object) -> float:
-    """Convert to a float; NaN for whatever is not a number, or too large."""
+    """Convert to a float; NaN if the value is not a number or is too large."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:

@@ -24,7 +24,7 @@ TABLE_PACKAGES = ("pandas",)  # CSV and LaTeX
 def install_command(*packages: str, upgrade: bool = False) -> str:
     """Return what to type, in any folder, to install packages (by import name) for the Python that runs this.
 
-    The packages themselves are named and not an extra of dpscope, which is on no index.
+    The packages are named one by one, because dpscope with its extras is on no index.
     """
     names = [DISTRIBUTIONS.get(package, package) for package in packages]
     return shlex.join([*_installer(), *(["--upgrade"] if upgrade else []), *names])

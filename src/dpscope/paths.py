@@ -1,4 +1,4 @@
-"""Paths as shared files show them: reports are sent around, and say nothing of whose machine it was."""
+"""Paths as shared files show them: reports are sent around and must not reveal whose machine it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_own_source(file: str) -> bool:
 
 
 def path_from(folder: Path, file: str) -> str:
-    """Return a file as it is found from a folder: `../model.py`; `~/model.py` from outside of the home directory.
+    """Return a file's path relative to a folder: `../model.py`; `~/model.py` from outside the home directory.
 
     A path in another user's home, which a command typed here cannot use, is the file's name alone. Any other path
     stays as it is.
@@ -39,7 +39,7 @@ def path_from(folder: Path, file: str) -> str:
 
 @cache
 def shorten_path(file: str) -> str:
-    """Return a line of code's file: from the folder that Python imports it from, or from the working folder."""
+    """Return the file of a code line, relative to the folder Python imports it from, or to the working folder."""
     if file.startswith("<"):
         return file
     path = Path(file)
@@ -53,14 +53,14 @@ def _bases() -> Iterable[Path]:
 
 
 def _is_above_homes(folder: Path) -> bool:
-    """Return whether a path from there would name a home directory on the way."""
+    """Return whether a relative path from there would pass through a home directory."""
     return folder in (Path("/"), *FOLDERS_OF_HOMES) or any(
         folder != home and home.is_relative_to(folder) for home in _homes()
     )
 
 
 def _homes() -> list[Path]:
-    """Return the user's home directory, and what it points to if it is a link."""
+    """Return the user's home directory, and its target if it is a link."""
     try:
         return list(dict.fromkeys((Path.home(), Path.home().resolve())))
     except RuntimeError:  # a user without one

@@ -35,14 +35,14 @@ def parse_place(text: str) -> Place | None:
 
 
 def load_at(text: str) -> Any:
-    """Load what is at a place that dpscope, or a package's entry point, names."""
+    """Load the object at a place named by dpscope or by a package's entry point."""
     place = parse_place(text)
     assert place is not None, text
     return place.load()
 
 
 def load_file(file: Path) -> ModuleType:
-    """Return a file as a module; its name is one of its own, so that `if __name__ == "__main__"` holds."""
+    """Return a file as a module under a name of its own, so that `if __name__ == "__main__"` is false."""
     name = f"dpscope_loaded_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

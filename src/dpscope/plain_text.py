@@ -100,7 +100,7 @@ class Bars:
 
 
 def _fill(cells: float, ramp: str) -> str:
-    """Return whole cells, and a part of one as finely as the characters allow."""
+    """Return a bar of whole cells and a partial one, as finely as the characters allow."""
     finest = len(ramp) - 1
     whole, part = divmod(round(cells * finest), finest)
     return ramp[-1] * whole + (ramp[part] if part else "")
@@ -108,7 +108,7 @@ def _fill(cells: float, ramp: str) -> str:
 
 @dataclass(frozen=True)
 class FirstThatFits:
-    """First of some tables whose text is not cut; the last if none is.
+    """The first of some tables that fits without cutting text; the last one if none fits.
 
     On a terminal with room it has bars for the ratios.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class RandomStates(NamedTuple):
-    """One look at all of them."""
+    """Snapshot of all of them."""
 
     cpu: Tensor
     cuda: dict[torch.device, Tensor]
@@ -22,7 +22,7 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def now(cls, devices: Sequence[torch.device] = (), *, numpy_state: bool = True) -> RandomStates:
-        """Look at them. NumPy's takes longer than all others: `numpy_state=False` leaves it out."""
+        """Take a snapshot. NumPy's state takes longest to read: `numpy_state=False` leaves it out."""
         numpy = sys.modules.get("numpy") if numpy_state else None
         return cls(
             torch.get_rng_state(),
@@ -31,8 +31,14 @@ class RandomStates(NamedTuple):
             None if numpy is None else numpy.random.get_state(),
         )
 
+    def equals(self, other: RandomStates) -> bool:
+        """Return whether nothing was drawn between two looks at the same generators."""
+        same = torch.equal(self.cpu, other.cpu) and self.python == other.python
+        same = same and all(torch.equal(state, other.cuda[device]) for device, state in self.cuda.items())
+        return same and (self.numpy is None or repr(self.numpy) == repr(other.numpy))
+
     def put_back(self) -> None:
-        """Set all of them to what they were."""
+        """Restore all of them."""
         torch.set_rng_state(self.cpu)
         for device, state in self.cuda.items():
             torch.cuda.set_rng_state(state, device)

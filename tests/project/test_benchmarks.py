@@ -169,15 +169,41 @@ def test_the_benchmark_of_checkpointed_blocks_shows_held_and_recomputed_ones(cap
     assert rows["lean"][-2:] == ["2", "recomputed"]
 
 
-@pytest.mark.slow
-def test_every_engine_and_the_trainer_can_be_measured_on_a_cpu(tmp_path, monkeypatch):
+@pytest.fixture
+def rivals(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    rivals = load("rivals")
-    monkeypatch.setitem(rivals.JOBS, "decoder", ("decoder", {"functorch": rivals.CELLS["functorch"]}))
-    rivals.run_job(tmp_path, "decoder", tiny=True, until=time.time() + 60)
-    row = rivals.figures_of(tmp_path, "decoder")["functorch"]
-    assert row["status"] == "ok" and len(row["times"]) == rivals.PAIRS
-    rivals.run_job(tmp_path, "trainer", tiny=True, until=time.time() + 60)
+    return load("rivals")
+
+
+def test_cells_are_measured_in_pairs_and_a_refused_one_has_its_reason(rivals, tmp_path):
+    job = rivals.Job("gpt2", ("standard", "flash", "ghost"))
+    rivals.Measuring(job, tmp_path, tiny=True).run(time.time() + 60, None, None)
+    row = rivals.gathered(tmp_path, "x")["rows"]["gpt2"]["cells"]
+    assert row["standard"]["ms"] > 0 and "time_ratio" not in row["standard"]
+    assert row["flash"]["least_ratio"] <= row["flash"]["time_ratio"] <= row["flash"]["most_ratio"]
+    assert row["ghost"]["status"] == "refused" and "tying" in row["ghost"]["reason"]
+    assert row["flat"]["status"] == "not measured"
+
+
+def test_a_spent_budget_skips_cells_and_says_so(rivals, tmp_path):
+    job = rivals.Job("t5", ("standard", "flash"))
+    rivals.Measuring(job, tmp_path, tiny=True).run(time.time() - 1, None, None)
+    row = rivals.gathered(tmp_path, "x")["rows"]["t5"]["cells"]
+    assert row["flash"] == {"status": "not measured", "reason": "the time budget was spent"}
+
+
+@pytest.mark.slow
+def test_jobs_prepare_at_the_same_time_and_are_measured_in_turn(rivals, tmp_path):
+    processes = rivals.Processes(tmp_path, tiny=True, command="x")
+    jobs = tuple(rivals.Job(row, ("functorch",), prepared=True) for row in ("decoder", "vit"))
+    processes.in_turn(jobs, time.time() + 120)
+    found = json.loads((tmp_path / "headline.json").read_text())["rows"]
+    assert [found[row]["cells"]["functorch"]["status"] for row in ("decoder", "vit")] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_the_trainer_is_measured_beside_a_plain_loop(rivals, tmp_path):
+    rivals.private_trainer.measure(tmp_path, tiny=True, seconds=1)
     found = json.loads((tmp_path / "trainer.json").read_text())["rows"]
     assert [each["logical"] for each in found] == [8, 32]
-    assert all(each["trainer_ms"] for each in found)
+    assert all(each["trainer_ms"] > 0 and len(each["pairs"]) == 4 for each in found)

@@ -9,12 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpscope.errors import UserError
 from tests import ROOT
 
-# The table of engines is of a dated run of its own, in which they were measured side by side.
-ENGINES = ROOT / "docs" / "engines.md"
-PROSE = sorted({*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")} - {ENGINES})
+PROSE = sorted({*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")})
 RATIO = re.compile(r"(?<![\w.])\d+\.\d+\s?×(?!\s?\d)")
 
 
@@ -78,32 +75,18 @@ def test_a_cell_without_a_figure_says_why(headline):
     assert headline.table(run, chinese=False)[2] == (
         "| GPT-2 | 53 ms, 1.0 GiB | not measured | refused | not measured | not measured | not measured |"
     )
-    assert headline.reasons(run, chinese=False) == ["GPT-2, Opacus ghost: Tied."]
+    rows = run["rows"].values()
+    assert headline.reasons(rows, headline.COLUMNS, chinese=False) == ["GPT-2, Opacus ghost: Tied."]
+    assert headline.reasons(rows, ("flat",), chinese=False) == []
 
 
-@pytest.mark.slow
-def test_a_cell_is_measured_in_pairs_and_a_refused_one_has_its_reason(headline, tmp_path, monkeypatch):
-    rows = {name: headline.ROWS[name] for name in ("vit",)}
-    cells = {name: headline.CELLS[name] for name in ("standard", "flash", "ghost")}
-    scope = headline.measure.__globals__
-    monkeypatch.setitem(scope, "ROWS", rows)
-    monkeypatch.setitem(scope, "CELLS", cells)
-    loop = scope["Loop"]
-
-    def refusing(row, cell, *, tiny):
-        if cell.method == "ghost":
-            raise UserError("it refuses.\nMore of it.")
-        return loop(row, cell, tiny=tiny)
-
-    monkeypatch.setitem(scope, "Loop", refusing)
-    headline.measure(tmp_path, budget=1e9, tiny=True, only=[], command="x")
-    found = json.loads((tmp_path / "headline.json").read_text())["rows"]["vit"]["cells"]
-    assert found["standard"]["ms"] > 0 and found["standard"]["least_ms"] <= found["standard"]["most_ms"]
-    assert found["flash"]["least_ratio"] <= found["flash"]["time_ratio"] <= found["flash"]["most_ratio"]
-    assert found["ghost"] == {"status": "refused", "reason": "it refuses."}
-
-
-def test_a_spent_budget_skips_cells_and_says_so(headline, tmp_path):
-    headline.measure(tmp_path, budget=-1, tiny=True, only=["t5"], command="x")
-    found = json.loads((tmp_path / "headline.json").read_text())["rows"]["t5"]["cells"]
-    assert {cell["status"] for cell in found.values()} == {"not measured"} and len(found) == 6
+def test_the_table_of_engines_has_a_line_for_each_and_the_models_they_were_tried_on(headline):
+    done = {"status": "ok", "ms": 20.0, "peak_bytes": 2**30, "time_ratio": 1.5, "peak_ratio": 2.0}
+    rows = {
+        "gpt2": {"label": "GPT-2", "cells": {"functorch": done, "opake": {"status": "failed", "reason": "it breaks"}}},
+        "t5": {"label": "T5", "cells": {"flash": done}},
+    }
+    run = {"command": "x", "date": "2026-01-01", "device": "GPU", "versions": {"torch": "2"}, "rows": rows}
+    text = headline.engines_block(run, lambda path: path)
+    assert "| Opacus functorch | 1.50×, 2.00× |" in text and "T5" not in text
+    assert "| opake | fails |" in text and "- GPT-2, opake: it breaks." in text

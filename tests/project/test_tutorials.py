@@ -71,7 +71,7 @@ def libraries():
 
 
 def prose_of(source):
-    """The Markdown of a tutorial, without its code blocks and the table that benchmarks/headline.py writes."""
+    """The Markdown of a tutorial, without its code blocks and the table that benchmarks/headline.pys."""
     cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown"]
     text = re.sub(r"<!-- headline: begin -->.*?<!-- headline: end -->", "", "\n\n".join(cells), flags=re.DOTALL)
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)

@@ -80,6 +80,35 @@ def test_a_saved_state_keeps_the_privacy_that_was_spent(accelerator, tmp_path):
     assert again.accountant.history == [(1.0, 0.25, 8)]
 
 
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(accelerator, tmp_path):
+    draws = {"pad_batches": 4}  # physical batches of a quarter of the logical one
+
+    def evaluated(model):
+        with torch.no_grad():
+            return F.cross_entropy(model(make_data().tensors[0]), make_data().tensors[1]).item()
+
+    def steps(loop, epochs):
+        model, optimizer, loader, engine = loop
+        for _ in range(epochs):
+            train(accelerator, model, optimizer, loader)
+            evaluated(model)
+        return model, engine
+
+    whole, spent = steps(prepared(accelerator, **draws), 3)
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    steps(prepared(accelerator, **draws), 2)
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    again = prepared(accelerator, seed=2, **draws)
+    accelerator.load_state(str(tmp_path))
+    resumed, engine = steps(again, 1)
+    assert engine.get_epsilon(1e-5) == spent.get_epsilon(1e-5)
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_a_target_chooses_the_noise(accelerator):
     *_, engine = prepare_private(
         accelerator,

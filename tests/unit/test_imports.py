@@ -46,6 +46,7 @@ LAYERS = (
 )
 # The same inside flash.
 FLASH_LAYERS = (
+    ("combinations",),
     ("torch_side", "oracle"),
     ("kernels",),
     ("gradients",),

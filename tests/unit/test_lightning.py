@@ -11,7 +11,7 @@ from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_loader, make_model, sgd
 from tests.unit.two_ranks import run_ranks
 
-pytest.importorskip("lightning.pytorch")
+lightning = pytest.importorskip("lightning.pytorch")
 
 from dpscope.lightning import PrivateTraining
 from tests.unit.lightning_fit import Classifier, loader, private, trainer
@@ -63,6 +63,26 @@ def test_a_checkpoint_keeps_the_privacy_that_was_spent(tmp_path):
     second = private(seed=2)
     trainer(tmp_path, callbacks=[second], max_epochs=2).fit(Classifier(), loader(), ckpt_path=tmp_path / "one.ckpt")
     assert second.privacy_engine.accountant.history == [(1.0, 0.25, 8)]
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
+    options = {"target_epsilon": 3.0, "pad_batches": 4}  # physical batches of a quarter of the logical one
+    whole = private(**options)
+    trainer(tmp_path, callbacks=[whole], max_epochs=3).fit(uninterrupted := Classifier(), loader(), loader())
+
+    class Stop(lightning.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+            trainer.should_stop = True
+
+    trainer(tmp_path, callbacks=[private(**options), Stop()], max_epochs=3).fit(Classifier(), loader(), loader())
+    again = private(seed=2, **options)
+    resumed = Classifier()
+    fit = trainer(tmp_path, callbacks=[again], max_epochs=3)
+    fit.fit(resumed, loader(seed=4), loader(), ckpt_path=tmp_path / "stopped.ckpt")
+    assert again.get_epsilon() == whole.get_epsilon()
+    for ours, theirs in zip(resumed.parameters(), uninterrupted.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_target_chooses_the_noise_for_all_epochs(tmp_path):

@@ -26,7 +26,7 @@ Indices = Sequence[int]
 
 
 def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str]:
-    """Find what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
+    """Return a sentence on how the loader's draws differ from Poisson sampling at this rate; nothing if they do not."""
     draws = _draws(loader)
     samples = len(loader.dataset)
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))

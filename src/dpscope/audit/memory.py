@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def release_memory() -> None:
-    """Free what refers to itself (engines and their models do), and hand freed memory back to the system."""
+    """Free reference cycles (engines and their models form some), and return freed memory to the system."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: it keeps what was freed otherwise

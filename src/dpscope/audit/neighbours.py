@@ -2,7 +2,7 @@
 
 All privacy accounting rests on this. A batch is moved three ways, each on one loop, as in training:
 
-    copies     one sample B times, C a little above its norm: what a neighbour does to the others adds up B − 1 times
+    copies     one sample B times, C a little above its norm: the effect of a neighbour adds up B − 1 times
     clipped    ordinary samples in batches of sizes that coincide with other lengths, C far below their norms
     mixed      ordinary samples, C between their norms
 """
@@ -132,7 +132,7 @@ class NeighbourTest:
             self._sequence(clip_norm, list(dict.fromkeys(sizes)), usable)
 
     def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
-        """Try batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
+        """Try batches of these sizes on one loop, as Poisson sampling would give them, then the first batch again."""
         loop = self._loop(clip_norm)
         extremes = [index for index in self.samples.extremes.values() if index in self.norms]
         first: tuple[list[int], ObservedStep] | None = None
@@ -164,7 +164,7 @@ class NeighbourTest:
     def _try_neighbours(
         self, loop: RunningLoop, clip_norm: float, batch: list[int], position: int, others: Sequence[int]
     ) -> ObservedStep | None:
-        """Return the batch, then its neighbours: others in the place of one sample, and without it."""
+        """Return the batch, then its neighbours: one sample replaced by others, and one sample removed."""
         rounding = self._rounding(loop, clip_norm)
         if rounding > MAX_ROUNDING_OF_CLIP_NORM:
             lost = (
@@ -192,7 +192,7 @@ class NeighbourTest:
         return self.removes or len(batch) == 1
 
     def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
-        """Try a sample alone at other parameters, where norms kept from the first steps do not fit."""
+        """Try a single sample at other parameters, where norms cached from the first steps would be wrong."""
         for factor in OTHER_PARAMETERS:
             try:
                 alone, nobody = (loop.step(self.samples.batch(batch), factor) for batch in ([sample], []))
@@ -273,7 +273,7 @@ class NeighbourTest:
             )
 
     def _explain_shares(self, trial: Trial) -> Iterator[str]:
-        """Explain why a sample has a wrong share of sums that hold only copies of it."""
+        """Explain why a sample's share is wrong in sums that hold only copies of it."""
         loop = self._loop(trial.clip_norm, trial.silent)
         size = len(trial.batch)
         for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):
@@ -292,7 +292,7 @@ class NeighbourTest:
                 return
 
     def _explain_share(self, sample: int, share: float, clip_norm: float) -> str:
-        """Explain a sample's share that is too large whatever its batch is."""
+        """Explain a sample's share that is too large in every batch."""
         norm = self.norms.get(sample, 0.0)
         if abs(share * clip_norm - norm) <= 0.01 * norm:
             return f"a sample's gradient of norm {norm:.3g} goes into the sum as it is: it is not clipped"

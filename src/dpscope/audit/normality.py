@@ -153,7 +153,7 @@ def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
 
 
 def _tails(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
-    """Yield the largest value of each parameter, and of all together: noise that is cut off has none beyond."""
+    """Yield the largest value of each parameter, and of all together: truncated noise has no large values."""
     for group in [*([name] for name in names), list(names)]:
         count = sum(step.counts[name] for step in steps for name in group)
         square = sum(step.squares[name] for step in steps for name in group)
@@ -169,13 +169,13 @@ def _chi_square(square: float, count: float) -> float:
 
 
 def _repetitions(steps: Sequence[NoisyStep]) -> Iterator[TestResult]:
-    """Yield every two steps, over all parameters."""
+    """Yield all pairs of steps, over all parameters."""
     whole = torch.stack([torch.cat(list(step.kept.values())) for step in steps])
     yield from _pairwise_cosines(Kind.REPEATED, [step.label for step in steps], whole)
 
 
 def _sharing(rows: dict[str, Tensor]) -> Iterator[TestResult]:
-    """Yield every two parameters, as far as both go: those of other shapes may start with the same values."""
+    """Yield all pairs of parameters, cut to the shorter one: different shapes may start with the same values."""
     lengths = {row.shape[1] for row in rows.values()}
     for length in sorted({n for n in lengths if n < 64} | {n for n in (64, KEPT_VALUES) if n <= max(lengths)}):
         names = [name for name, row in rows.items() if row.shape[1] >= length]
@@ -249,7 +249,7 @@ def _values(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str])
 
 
 def _expected_largest(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str]) -> float:
-    """Return about the largest |z| of so many normals: one value in n is beyond it."""
+    """Return the approximate largest |z| of n normals: one value in n exceeds it."""
     return float(stats.norm.isf(0.5 / _values(steps, alarm, names)))
 
 

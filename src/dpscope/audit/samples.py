@@ -31,12 +31,12 @@ def _large(row: Tensor, others: Tensor) -> Tensor:
 
 
 def _full(row: Tensor, others: Tensor) -> Tensor:
-    """Return the largest value met, everywhere: a mask of ones, a sentence of one word."""
+    """Return a sample filled with the largest value seen: a mask of ones, a sentence of one repeated word."""
     return row if row.is_floating_point() else others.amax().expand_as(row).clone()
 
 
 def _short(row: Tensor, others: Tensor) -> Tensor:
-    """Return the sample with all but its first position at the smallest value met, as padding does."""
+    """Return the sample with all positions but the first set to the smallest value seen, as padding does."""
     short, smallest = row.clone(), others.amin()
     if row.dim():
         short[1:] = 0 if row.is_floating_point() else smallest
@@ -75,7 +75,7 @@ class Samples:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
 
     def ordinary_batch(self, size: int) -> Batch:
-        """Return ordinary samples, again from the first if there are too few."""
+        """Return ordinary samples, starting over at the first if there are too few."""
         return self.batch([self.ordinary[k % len(self.ordinary)] for k in range(size)])
 
     def batch(self, indices: Sequence[int]) -> Batch:

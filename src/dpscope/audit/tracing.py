@@ -60,7 +60,7 @@ def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: i
 
 
 def _trace(loop: RunningLoop, batch: Batch) -> ModuleValues:
-    """Return the shortest of several steps: an engine may run the model more often in some of them, to check it."""
+    """Return the shortest of several steps, because an engine may run the model more often in some to verify it."""
     traces = []
     for _ in range(STEPS_TRACED):
         with _recording(loop.loop.model) as trace:
@@ -95,7 +95,7 @@ def _is_plain(leaf: object) -> bool:
 
 
 def _has_rows(a: Tensor, b: Tensor, size: int) -> bool:
-    """Return whether both hold something for each sample, in the first dimension."""
+    """Return whether both tensors have one row for each sample."""
     return a.shape == b.shape and a.dim() > 0 and a.numel() > 0 and a.shape[0] % size == 0
 
 

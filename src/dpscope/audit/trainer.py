@@ -30,6 +30,7 @@ class StepSettings:
     checkpoint_blocks: bool = False
     compile: str = EAGER
     clipping: str = "flat"
+    cuda_graph: bool = False
 
     def divide(self, samples: int) -> dict[str, Any]:
         """Return the settings of a trainer whose steps have this many samples."""

@@ -39,7 +39,8 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 
 SECONDS_BETWEEN_LINES = 15.0
 
-OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "clipping", "seed")  # settings of the steps that are checked
+# Settings of the steps that are checked.
+OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "cuda_graph", "clipping", "seed")
 
 
 @click.command(name="check")
@@ -71,6 +72,7 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "clipping", "seed")  
 @setting_option("checkpoint_blocks")
 @setting_option("clipping", type=str, help=f"{'|'.join(CLIPPING_RULES)}: the clipping rule that is checked.")
 @setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
+@click.option("--cuda-graph", is_flag=True, help="Check steps that replay a CUDA graph (flash).")
 @setting_option(
     "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead."
 )
@@ -86,7 +88,8 @@ def command(
     """Compare each method's norms, factors and clipped sums with one sample at a time through plain autograd.
 
     Then test its steps on neighbouring batches, its noise and its accountant. Exit code 0: every method that ran is
-    exact and breaches nothing. 1: one is not or does, or none ran. 2: wrong usage, or it cannot be checked.
+    exact and breaches nothing. 1: a method is not exact or breaches privacy, or none ran. 2: wrong usage, or it cannot
+    be checked.
     """
     config = workload_from(options)
     seq_len = options.pop("seq_len")
@@ -135,7 +138,7 @@ def _check_ranks(
     tolerance: float | None,
     **others: Any,
 ) -> NoReturn:
-    """Hold runs on several ranks against one process, method by method."""
+    """Compare runs on several ranks with one process, method by method."""
     from dpscope.runner.rank_check import check_ranks
 
     given = [name for name in ("paths", "time_paths", "sizes") if others[name]]
@@ -161,7 +164,7 @@ def _check_ranks(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Give a function that reports progress: in place on a terminal, else a line on standard error now and then."""
+    """Return a function that reports progress: in place on a terminal, else as occasional lines on standard error."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda what: status.update(f"checking: {what}")
@@ -186,6 +189,8 @@ def _described(spec: RunSpec) -> Iterator[str]:
         yield SETTINGS["checkpoint_blocks"].label
     if spec.compile != EAGER:
         yield COMPILE_MODES[spec.compile]
+    if spec.cuda_graph:
+        yield SETTINGS["cuda_graph"].label
     if spec.clipping != "flat":
         yield f"{spec.clipping} clipping"
     if spec.accumulate > 1:

@@ -142,11 +142,13 @@ def workload_options(function: F) -> F:
 
 
 def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
-    """Return the flag of a setting; `instead`: what this command says of it otherwise."""
+    """Return the flag of a setting; `instead` replaces its help text for this command."""
     setting = SETTINGS[name]
     default = setting.default if setting.flag_default is None else setting.flag_default
     kind: dict[str, Any] = {"type": type(default), "show_default": True}
-    if isinstance(default, bool):
+    if isinstance(default, bool) and setting.several:
+        kind = {"type": CommaList(str), "default": "off", "is_flag": False, "flag_value": "on", "show_default": True}
+    elif isinstance(default, bool):
         kind = {"is_flag": True}
     elif setting.several:
         kind |= {"type": CommaList(type(default)), "default": str(default)}

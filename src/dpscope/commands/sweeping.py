@@ -57,7 +57,7 @@ def sweep_arguments(function: F) -> F:
 
 
 def instrument_arguments(instrument: str) -> Callable[[F], F]:
-    """Return the same for the subcommand of an instrument, with the instrument's own options after them."""
+    """Return the same options for an instrument's subcommand, followed by the instrument's own."""
     return lambda function: sweep_arguments(instrument_options(instrument)(function))
 
 
@@ -66,7 +66,7 @@ def plan_from(
 ) -> Plan:
     """Take the settings of a sweep's rows, with options of the instruments, out of a command's keyword arguments.
 
-    `for_other_machine`: for one with a GPU, which this need not be.
+    `for_other_machine`: plan for a machine with a GPU, whether or not this one has a GPU.
     """
     if not for_other_machine:
         require(*MEASURING)  # all that is missing, at once
@@ -87,7 +87,7 @@ def plan_instrument(options: dict[str, Any], instrument: str, *, for_other_machi
 
 
 def instrument_command(instrument: str) -> click.Command:
-    """Return the subcommand of an instrument that asks for nothing but its options."""
+    """Return the subcommand of an instrument that needs only its own options."""
 
     @click.command(name=instrument, help=INSTRUMENTS[instrument].summary)
     @instrument_arguments(instrument)
@@ -142,7 +142,7 @@ def _say_what_will_not_fit(specs: Sequence[RunSpec]) -> None:
 
 
 def _argument(path: Path) -> str:
-    """Quote a path for a shell, so that no command takes it for an option."""
+    """Quote a path for a shell so that no command mistakes it for an option."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 

@@ -22,7 +22,7 @@ TRACE_TABLES = ("phases", "operators", "kernels", "families", "named", "synchron
 
 
 def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
-    """Write a log of the rows measured into `folder`; the log's folder below `logdir`."""
+    """Write a log of the rows measured in `folder`, and return the log's folder below `logdir`."""
     try:
         import numpy as np
         from torch.utils.tensorboard import SummaryWriter
@@ -74,7 +74,7 @@ def _write_scalars(writer: Any, step: TracedStep) -> None:
 
 
 def _tables(trace: TracePayload) -> dict[str, str]:
-    """Return every table of the trace as Markdown, as much of it as a page can hold."""
+    """Return every table of the trace as Markdown, cut to what a page can hold."""
     parts: dict[str, Any] = {**trace}
     tables = {name: parts.get(name) for name in TRACE_TABLES} | {"memory": parts.get("memory", {}).get("operators")}
     return {f"trace/{name}": markdown(found[:TABLE_LINES]) for name, found in tables.items() if found}

@@ -26,6 +26,7 @@ from dpscope.exactness.reference import Reference, compare, make_reference
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
 from dpscope.exactness.updates import measure_update
+from dpscope.flash.torch_side.captures import has_graphs
 from dpscope.paths import is_own_source
 from dpscope.sentences import list_names
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
@@ -64,6 +65,7 @@ def check(
     checkpoint_blocks: bool = False,
     compile: str = EAGER,
     clipping: str = "flat",
+    cuda_graph: bool = False,
     time_paths: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
@@ -85,6 +87,7 @@ def check(
         checkpoint_blocks: Checkpoint every block of the model.
         compile: Mode of torch.compile for the method; the reference stays eager.
         clipping: Clipping rule that the method follows, for methods that have several: a name, as `per_layer`.
+        cuda_graph: Replay each step as a CUDA graph; the reference stays eager.
         time_paths: Let flash clipping measure what each path of a layer takes on this device.
         progress: Called with a line about what is done now.
 
@@ -108,7 +111,10 @@ def check(
         checkpoint_blocks,
         SETTINGS["compile"].check(compile),
         SETTINGS["clipping"].check(clipping),
+        SETTINGS["cuda_graph"].check(cuda_graph),
     )
+    if how.cuda_graph and not has_graphs(torch.device(device)):
+        raise UserError("cuda_graph=True needs a GPU: leave it out, or check with device='cuda'")
     if how.clipping == "adaptive":
         raise UserError(
             "clipping='adaptive' changes C from step to step: check 'flat', which is the same within a step"
@@ -165,7 +171,7 @@ def check(
 
 
 def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """Return a method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
+    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
     if isinstance(method, str):
         found = resolve_method(method)
         return found.name, partial(load_trainer, found)
@@ -181,7 +187,7 @@ def _require_gradients(reference: Reference, mixing: str | None) -> None:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Reference that every method is compared with, and how near it has to come."""
+    """Reference that every method is compared with, and the allowed error."""
 
     subject: Subject
     reference: Reference

@@ -13,7 +13,7 @@ from dpscope.exactness.reference import Reference
 
 @dataclass(frozen=True)
 class FactorEvidence:
-    """Factors as read off the updates at three clip norms (none, some, all clipped), and what is right."""
+    """Factors as read off the updates at three clip norms (none, some, all clipped), and the correct ones."""
 
     clip_norms: Sequence[float]
     factors: Sequence[Tensor]  # (B,) each; NaN where a sample has no gradient
@@ -100,7 +100,7 @@ def name_scale(scale: float, samples: int) -> str:
 
 
 def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
-    """Explain factors that follow no rule of the right norms by the norms that they follow."""
+    """Explain factors that match no rule of the correct norms by finding the norms that they match."""
     active, norms = evidence.active, evidence.reference.norms
     right = evidence.reference.factors(evidence.clip_norms[2])[evidence.reference.names[0]]
     factors = evidence.factors[2] / scale
@@ -120,7 +120,7 @@ def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
 
 
 def _explain_by_exchange(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str | None:
-    """Explain the update by the right factors given to the wrong samples."""
+    """Explain the update by correct factors applied to the wrong samples."""
     near = (factors[:, None] / right[None, :] - 1).abs() <= evidence.precision  # (found for, factor of)
     owners = near.int().argmax(1)
     moved = [i for i in range(len(right)) if not near[i, i]]

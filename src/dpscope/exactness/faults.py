@@ -1,8 +1,8 @@
 """Faults of a method, as sentences: from three updates, against the samples' own gradients.
 
-at a clip norm that   no sample exceeds     is the gradient right, of which parameters, at which scale?
+at a clip norm that   no sample exceeds     is the gradient right, for which parameters, at which scale?
                       all exceed by far     every factor is C/norm: are the norms right? whose are they?
-                      some exceed           are the two told apart?
+                      some exceed           are clipped and unclipped samples distinguished?
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Evidence:
 
     @cached_property
     def trusted(self) -> list[str]:
-        """Parameters from which factors are read: those that move and, if only some are right unclipped, these."""
+        """Parameters from which factors are read: those that move and whose unclipped sum is right, if any is."""
         moved = [name for name in self.reference.names if name not in self.unmoved]
         unclipped = self.errors[0]
         right = [name for name in moved if unclipped[name] <= self.limits[name]]
@@ -218,7 +218,7 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
 
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
-    """Explain an update without a single factor for a sample: every parameter may have its own."""
+    """Explain an update in which a sample has no single factor: each parameter may have its own."""
     sizes = {name: parameter.numel() for name, parameter in evidence.subject.model.named_parameters()}
     large = [name for name in names if sizes[name] >= 4 * evidence.subject.batch_size]
     fits = {name: evidence.fit(step, [name]) for name in large}

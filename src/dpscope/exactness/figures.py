@@ -30,7 +30,7 @@ MAX_CONDITION = 1e3
 def measure_errors(
     reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[UpdateComparison]
 ) -> tuple[float | None, list[StepErrors]]:
-    """Return the error of norms, read off the step in which every factor is C/norm; and those of each step."""
+    """Return the error of the norms, read off the step in which every factor is C/norm, and the errors of each step."""
     norm_error, steps = None, []
     for clip_norm, comparison in zip(clip_norms, comparisons, strict=True):
         by_parameter = comparison.errors

@@ -22,7 +22,7 @@ Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in 
 
 
 def find_mixing(subject: Subject) -> str | None:
-    """Find where the samples of a batch meet; None if they do not."""
+    """Find where the samples of a batch mix; None if they do not."""
     model, _ = subject.fresh(torch.float64)
     together, whole = _run(subject, model, subject.batch)
     for index in range(subject.batch_size):

@@ -46,7 +46,7 @@ class Reference:
         return [name for turn in self.turns for name in turn]
 
     def walk(self, names: Iterable[str] | None = None) -> Iterator[Turn]:
-        """Yield the gradients of all parameters, or of these, some at a time; the turn that is held comes first."""
+        """Yield the gradients of all or of the given parameters in turns; the turn that is in memory comes first."""
         wanted = None if names is None else set(names)
         for number in sorted(range(len(self.turns)), key=lambda number: number not in self._held):
             if wanted is not None and wanted.isdisjoint(self.turns[number]):
@@ -60,7 +60,7 @@ class Reference:
             turn.clear()  # the caller still has it while the next is computed
 
     def release(self) -> None:
-        """Free the gradients that are held, unless they are all."""
+        """Free the gradients in memory, unless all of them fit."""
         if len(self.turns) > 1:
             self._held.clear()
             release_memory()
@@ -175,7 +175,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _middle_clip_norm(norms: Tensor) -> float:
-    """Return a norm that half of the samples exceed; all do if norms are about equal."""
+    """Return a norm that half of the samples exceed, or all of them if the norms are about equal."""
     middle = (len(norms) - 1) // 2
     lower, upper = float(norms[middle]), float(norms[min(middle + 1, len(norms) - 1)])
     return (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
@@ -234,7 +234,7 @@ class Fit:
 def fit_factors(reference: Reference, comparison: UpdateComparison, names: Sequence[str]) -> Fit:
     """Return the factors that explain the update of these parameters: least squares, gradients scaled to length one.
 
-    All that it needs of a method is what it did to the parameters.
+    It needs nothing of a method but the change of the parameters.
     """
     gram = sum((reference.grams[name] for name in names), torch.zeros(()))
     shares = sum((comparison.shares[name] for name in names), torch.zeros(()))
@@ -248,7 +248,7 @@ def fit_factors(reference: Reference, comparison: UpdateComparison, names: Seque
 
 
 def find_residuals(reference: Reference, update: Tensors, fit: Fit, names: Sequence[str]) -> dict[str, float]:
-    """Return by parameter what a fit leaves of an update, relative to it."""
+    """Return, by parameter, the part of an update that a fit does not explain, relative to the update."""
     factors = fit.factors.nan_to_num(0.0)
     differences, sizes = {}, {}
     for turn in reference.walk(names):

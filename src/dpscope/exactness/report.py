@@ -76,17 +76,12 @@ class MethodCheck:
 class Check:
     """Check of a workload: the verdict of every method. `print` shows it.
 
-    Attributes:
-        methods: The verdict of each method.
-        faults: Faults of the workload itself; no method can be right on it.
-        warnings: Worth knowing about the workload.
-        notes: What was changed for the check.
-        norms: Norms of the samples' gradients.
-        clip_norms: The three clip norms.
-        tied: Names of each parameter that has several.
-        tolerance: Largest relative error that counts as exact.
-        loose: Parameters whose rounding comes near the tolerance, and which may have `roundings` times it.
-        rounding: Errors of rounding alone: micro-batches of one in the checked number format.
+    Attributes: methods: The verdict of each method. faults: Faults of the workload itself; no method can be right on
+    it. warnings: Worth knowing about the workload. notes: What was changed for the check. norms: Norms of the samples'
+    gradients. clip_norms: The three clip norms. tied: Names of each parameter that has more than one. tolerance:
+    Largest relative error that counts as exact. loose: Parameters whose rounding comes near the tolerance, and which
+    may have `roundings` times it. rounding: Errors of rounding alone: micro-batches of one in the checked number
+    format.
     """
 
     workload: str

@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def tied(self) -> list[list[str]]:
-        """Names of each parameter that has several."""
+        """Names of each parameter that has more than one."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -76,7 +76,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
 
 
 def require_memory(model: nn.Module, device: torch.device) -> None:
-    """Raise `UserError` if a check of the model would not fit: the system would end it without a word."""
+    """Raise `UserError` if a check of the model would not fit into memory: the system would kill it silently."""
     copy_bytes = 8 * sum(p.numel() for p in model.parameters())
     places = [("this machine's memory", HOST_COPIES, free_memory())]
     if device.type == "cuda":
@@ -114,7 +114,7 @@ def _fill_zeros(model: nn.Module) -> list[str]:
 def _require_repeatable(subject: Subject) -> None:
     """Raise `UserError` unless two runs give the same losses, one a sample, some of them finite.
 
-    Gradients stay enabled wherever a loss is computed: it may take some itself (adversarial training).
+    Gradients stay enabled while a loss is computed, because it may take gradients itself (adversarial training).
     """
     model, batch = subject.fresh(torch.float64)
     first, second = subject.loss(model, batch), subject.loss(model, batch)

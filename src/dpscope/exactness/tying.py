@@ -1,4 +1,4 @@
-"""Uses of a tied parameter: what each contributes, and the norms if the tie is ignored."""
+"""Uses of a tied parameter: the contribution of each, and the norms if the tie is ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def untie(subject: Subject) -> Subject:
 
 
 def norms_without_ties(subject: Subject) -> Tensor:
-    """Return √Σ‖use‖² of each sample, (B,), where ‖Σ uses‖ is right."""
+    """Return √Σ‖use‖² of each sample, (B,), instead of the correct ‖Σ uses‖."""
     return make_reference(untie(subject)).norms
 
 

@@ -41,7 +41,7 @@ def measure_update(
 ) -> Update:
     """Take one step without noise. The method can draw only from `seed`; an exact step ignores it.
 
-    `time_paths`: have an engine that explains its paths measure them, too.
+    `time_paths`: also time the paths of an engine that can explain them.
     """
     model, batch = subject.fresh(dtype)
     before = dict(subject.model.named_parameters())

@@ -19,7 +19,7 @@ from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.distributed import ReplicaTap
-from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
+from dpscope.flash.ranks.layout import refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
 from dpscope.flash.taps.taps import Engine, LayerTap
@@ -175,14 +175,12 @@ class Attachment:
         """Yield taps of what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
-        elif self._ranks is not None and self._ranks.layout.wrapper is not None:
+        if self._ranks is not None and self._ranks.layout.wrapper is not None:
             yield from self._ranks.taps()
             yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""
-        if self._ranks is not None:
-            refuse_compiled(self._model)
         taps = [tap for tap in self.taps if tap.attribute == "forward"]
         layers_inside = {tap.module for tap in taps if isinstance(tap, LayerTap)}
         refuse_compiled_forwards(self._model, layers_inside, {tap.module for tap in taps} - layers_inside)

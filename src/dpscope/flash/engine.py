@@ -10,7 +10,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
+from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.checkpointing.recomputation import BlockPass
-from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, make_rule
+from dpscope.flash.combinations import PADDED_ROWS
+from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
@@ -31,12 +33,11 @@ from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.padding.rows import PaddingCount, Rows
-from dpscope.flash.ranks.layout import SHARDED_BLOCKS
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
 from dpscope.flash.step.captured import CapturedBatch, StaticInputs
-from dpscope.flash.step.closing import local_sums, one_by_one, reduced_sums, zero_sums
+from dpscope.flash.step.closing import LocalCloser, RankCloser, one_by_one
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
@@ -44,11 +45,11 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
+from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
-NO_SUMS = SumBatch([], [], None)
 
 
 class FlashEngine:
@@ -108,7 +109,7 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        given = model if self.ranks is None else self.ranks.module  # perhaps compiled
+        given = model if self.ranks is None else self.ranks.layout.given  # perhaps compiled
         self.model = model = original_of(given)
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
@@ -133,7 +134,7 @@ class FlashEngine:
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
-            self.forwards.blocks = self.blocks = CheckpointedBlocks(self, SHARDED_BLOCKS if sharded else "")
+            self.forwards.blocks = self.blocks = CheckpointedBlocks(self, self.ranks if sharded else None)
 
     @property
     def max_grad_norm(self) -> float:
@@ -151,6 +152,7 @@ class FlashEngine:
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
         self.running_sums = RunningSums(self._slots.values())
+        self.closer = LocalCloser(self._slots) if self.ranks is None else RankCloser(self._slots, self.ranks)
         self._attachment = Attachment(self, given, self.ranks)
         self.rehearsals = RehearsedCalls(
             self,
@@ -198,6 +200,11 @@ class FlashEngine:
         return self.rehearsals.modules
 
     @property
+    def rows_are_grouped(self) -> bool:
+        """True if `group_rows` was called for the next backward pass."""
+        return self.groups is not self._usual_groups
+
+    @property
     def taps(self) -> list[InstanceMethod]:
         """The taps on the model. There is another list once it was tapped again."""
         return self._attachment.taps
@@ -219,8 +226,7 @@ class FlashEngine:
     # -- what taps ask -----------------------------------------------------------------------------------------------
 
     def slot(self, parameter: Tensor | None) -> Slot:
-        assert isinstance(parameter, nn.Parameter)
-        slot = self._slots.get(parameter)
+        slot = self._slots.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if slot is None:
             name = next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
             raise UserError(
@@ -230,6 +236,8 @@ class FlashEngine:
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         if not self.groups.is_plain and not self.forwards.in_trial:
+            if self.state.rows is not None:
+                raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
         if self.blocks is not None and self.blocks.add(slot, contribution):
             return
@@ -270,6 +278,8 @@ class FlashEngine:
             >>> print(len(engine.norms))
             4
         """
+        if own_capture() is not None:
+            raise UserError("group_rows puts rows together on the host: call it in the ordinary loop")
         if self.state.recorded:
             raise UserError("group_rows comes before backward(): what was recorded was not grouped")
         self.groups = RowGroups.of_ids(ids)
@@ -314,25 +324,29 @@ class FlashEngine:
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
-        if not recorded:  # an empty batch, or no backward at all
-            if recorded is not None:
-                self.state.count()
-            self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
-            if self.ranks is None:
-                return zero_sums(self._slots, set(), into)
-            return reduced_sums(self.ranks, None, NO_SUMS, self._slots, "cpu", into)
-        device = recorded[0][0].parameter.device.type
-        with no_autocast(device):
-            passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
-            recorded = [(slot, parts) for slot, parts in recorded if parts]
-            micro = self._norm(recorded, passes, rows)
-            of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
-        self.path_rules.close()
-        self.groups = self._usual_groups
-        self.state.count(micro.size if rows is None else rows.real, self.clip.sensitivity(), rows)
-        if self.ranks is None:
-            return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)
-        return reduced_sums(self.ranks, micro, of_blocks, self._slots, device, into)
+        again = None if self.blocks is None else Reruns(self.blocks.reruns, passes, recorded or [])
+        micro, clip = None, max(self.clip.sensitivity(), 0.0 if again is None else again.sensitivity)
+        with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
+            if again is not None:
+                again.hold_clashing(recorded or [])
+            if recorded:
+                still_held = [(slot, parts) for slot, parts in recorded if parts]
+                del recorded[:]
+                micro = self._norm(still_held, [] if again is None else again.passes, rows)
+            else:  # an empty batch, or no backward at all
+                if recorded is not None:
+                    self.state.count()
+                self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
+            try:
+                sums = self.closer.sums(micro, again, into, factored=factored)
+            except BaseException:
+                self.running_sums.clear()  # some of them are there, others are not
+                raise
+        if micro is not None:
+            self.path_rules.close()
+            self.groups = self._usual_groups
+            self.state.count(micro.size if rows is None else rows.real, clip, rows)
+        return sums
 
     @contextmanager
     def capturing(self, static: StaticInputs) -> Iterator[None]:
@@ -352,37 +366,30 @@ class FlashEngine:
         sums = dict(self.running_sums.items())
         return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
 
-    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
-        """Count a micro-batch that a graph has run, as `accumulate` does."""
+    def count_replay(self, size: int, rows: Rows | None) -> None:
+        """Count a micro-batch that a graph is about to run, as a closing does."""
+        refuse_hooks(self._slots.values(), guards=1)
         self.state.replay(size, rows)
+        if rows is not None:
+            self.padding.add(rows)
+        self.state.count(size if rows is None else rows.real, self.clip.sensitivity(), rows)
+
+    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+        """Take what the graph has filled."""
         real = size if rows is None else rows.real
-        self.norms, self.factors = batch.norms[:real], batch.factors[:real]
+        self.norms, self.factors = batch.norms[:real].clone(), batch.factors[:real].clone()
         total = self.nonfinite_samples
         self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
         self.state.observe(None if batch.observed is None else batch.observed.clone())
-        if rows is not None:
-            self.padding.add(rows)
-        self.state.count(real, self.clip.sensitivity(), rows)
         for parameter, total_of_it in batch.sums.items():
             self.running_sums.put(parameter, total_of_it)
 
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        static = self.static
-        real: int | Tensor | None = None if rows is None else rows.real if static is None else static.real
-        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-        micro = MicroBatch(
-            recorded,
-            normed=[each.norms for each in passes if each.norms is not None],
-            rules=self.path_rules,
-            clip=self.clip,
-            groups=self.groups,
-            mean=self.loss_reduction == "mean",
-            loss_scale=scale,
-            real=real,
-            bounds=None if static is None else static.bounds,
-        )
-        found = micro.clipping
+        normed = [each.norms for each in passes if each.norms is not None]
+        micro = self.micro_batch(recorded, rows=rows, normed=normed)
+        found, static = micro.clipping, self.static
+        real = self._real(rows)
         self.state.observe(self.clip.observe(found.norms, found.finite))
         several = len(found.norms) > 1
         self.norms = found.norms.norm(dim=0) if several else found.norms[0]
@@ -394,15 +401,32 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _sum_again(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Return all sums if checkpointed blocks run again; an empty batch otherwise."""
-        if self.blocks is None or not passes:
-            return NO_SUMS
-        try:
-            return self.blocks.reruns.sums(passes, micro, into)
-        except BaseException:
-            self.running_sums.clear()  # some of them are there, others are not
-            raise
+    def _real(self, rows: Rows | None) -> int | Tensor | None:
+        """Return the number of rows that are samples; None if all are."""
+        return None if rows is None else rows.real if self.static is None else self.static.real
+
+    def micro_batch(
+        self,
+        recorded: Recorded,
+        *,
+        rows: Rows | None = None,
+        normed: Sequence[Tensor] = (),
+        groups: Sequence[int] | None = None,
+    ) -> MicroBatch:
+        """Return norms and factors of what is recorded. `groups`: only those of the clipping rule, in backward."""
+        static = self.static
+        assert static is None or groups is None  # a graph holds no blocks
+        return MicroBatch(
+            recorded,
+            normed=normed,
+            rules=self.path_rules,
+            clip=self.clip if groups is None else PartOfRule(self.clip, groups),
+            groups=self.groups,
+            mean=self.loss_reduction == "mean",
+            loss_scale=self.loss_scale() if callable(self.loss_scale) else self.loss_scale,
+            real=self._real(rows if groups is None else self.state.rows),
+            bounds=None if static is None else static.bounds,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Return False inside a logical batch, whose sums are kept; otherwise clear gradients and return True.

@@ -153,11 +153,12 @@ def run_oracle(
         squares = [0.0] * len(bounds)
         for name, gradient in gradients.items():
             squares[groups[name]] += float(gradient.double().square().sum())
-        finite = all(map(math.isfinite, squares))
-        norms.append(math.sqrt(sum(squares)) if finite else math.inf)
-        factors.append([factor(math.sqrt(n), c) if finite else 0.0 for n, c in zip(squares, bounds, strict=True)])
-        if finite:
-            for name, gradient in gradients.items():
+        finite = list(map(math.isfinite, squares))
+        norms.append(math.sqrt(sum(squares)) if all(finite) else math.inf)
+        pairs = zip(squares, bounds, strict=True)
+        factors.append([factor(math.sqrt(n), c) if math.isfinite(n) else 0.0 for n, c in pairs])
+        for name, gradient in gradients.items():
+            if finite[groups[name]]:
                 sums[name] += factors[-1][groups[name]] * gradient
     return OracleResult(
         norms=torch.tensor(norms, dtype=torch.float64),

@@ -70,7 +70,7 @@ class PrivacyGoal:
 
 
 def account(goal: PrivacyGoal) -> Privacy:
-    """Find what a goal leaves open; raise `UserError` if what is given contradicts itself."""
+    """Solve for what a goal leaves open; raise `UserError` if the given values contradict each other."""
     delta = goal.delta or 1 / (10 * goal.samples)
     rate = goal.sample_rate
     with _quiet():
@@ -134,7 +134,7 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
 
 
 def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
-    """Return the most steps whose epsilon is within the goal's."""
+    """Return the largest number of steps whose epsilon is within the goal."""
     assert goal.epsilon is not None
     assert goal.noise_multiplier is not None
 

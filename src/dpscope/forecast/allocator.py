@@ -1,4 +1,4 @@
-"""torch's caching allocator on paper: segments that are reserved, blocks that are split and merged in them.
+"""A model of torch's caching allocator: segments that are reserved, and blocks that are split and merged in them.
 
 After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not only what is
 allocated: free blocks that are too small, or in the other pool, cannot be used. If a segment would exceed the limit,
@@ -148,7 +148,7 @@ class Allocator:
         return self.segments.peak_allocated
 
     def note_call(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Count what an operator has made, and what it took inside."""
+        """Count the storages that an operator made, and what it allocated internally."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self._note(tensor)
@@ -174,7 +174,7 @@ class Allocator:
         self.segments.peak_allocated, self.segments.peak_reserved = self.segments.allocated, self.segments.reserved
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage for what it is now: FSDP frees gathered parameters by making their storages empty."""
+        """Update the size of a storage: FSDP frees gathered parameters by resizing their storages to zero."""
         if storage._cdata in self._live:
             self.segments.free(self._live.pop(storage._cdata)[1])
         if storage.device.type == "meta":

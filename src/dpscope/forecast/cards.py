@@ -1,4 +1,4 @@
-"""GPUs as data: memory, compute capability, peak rates, and where that is written.
+"""GPUs as data: memory, compute capability, peak rates, and the source of each.
 
 Rates are the vendor's peaks (dense, no sparsity). A step sustains a part of them (`work.py`), which was measured on an
 H200; times on other cards are scaled from their data sheets, and say so.
@@ -72,7 +72,7 @@ CARDS = {row[0]: Card(*row[:5], *(1e12 * rate for rate in row[5:9]), *row[9:]) f
 
 
 def find_card(name: str) -> Card:
-    """Return the card of a name, or raise `UserError` with the names there are."""
+    """Return the card with a name, or raise `UserError` that lists the known names."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     card = CARDS.get(key) or CARDS.get(
         {"a100": "a100-80gb", "h100": "h100-80gb", "4090": "rtx4090", "v100": "v100-32gb"}.get(key, "")

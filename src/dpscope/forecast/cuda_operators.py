@@ -1,4 +1,4 @@
-"""Operators that torch's C++ chooses by the GPU, chosen here for a card; and what some of them allocate inside.
+"""Operators that torch's C++ code chooses by GPU, chosen here for a card, and their internal allocations.
 
 The rules are those of torch 2.11 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which earlier versions share
 but for the preference of cuDNN on Hopper.
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def cuda_operators(card: Card) -> Iterator[None]:
-    """Have the kernels run that a CUDA build of torch would choose on the card."""
+    """Run the kernels that a CUDA build of torch would choose on the card."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():

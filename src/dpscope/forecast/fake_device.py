@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: torch runs a step on fake tensors, which have shapes and storages but no values.
+"""A simulated CUDA device: torch runs a step on fake tensors, which have shapes and storages but no values.
 
 In Python a tensor of this device reports `cuda:0`. The dispatcher gives it CUDA's keys, which autocast and autograd
 use. In C++ it is on `meta`, so that streams and device guards never look for a GPU.
@@ -57,9 +57,9 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
 
 
 class _Mode(FakeTensorMode):
-    """Mode in which tensors are fake. It counts what they take, and follows values that are known.
+    """Mode in which tensors are fake. It counts their memory and tracks known values.
 
-    Operators that torch's fake tensors are made of are not looked at: a GPU has kernels of its own in their place.
+    Operators inside torch's implementation of fake tensors are ignored: a GPU runs other kernels in their place.
     """
 
     def __init__(self, allocator: Allocator, values: FakeValues) -> None:
@@ -112,7 +112,7 @@ class FakeDevice:
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
         """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
 
-        Values of whole numbers are known: ids and masks decide what some models do.
+        Integer values are kept, because ids and masks decide what some models do.
         """
         if rows is not None and tensor.dim() and len(tensor) != rows:
             with _disable_current_modes():
@@ -177,7 +177,7 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _take(parameter: Tensor, moved: Tensor) -> None:
-    """Do what `Module.to` and `Module.half` do, with a fake parameter, which cannot be swapped with another tensor."""
+    """Do what `Module.to` and `Module.half` do for a fake parameter, which cannot be swapped with another tensor."""
     if moved is not parameter:
         parameter.data = moved.data
 

@@ -33,7 +33,7 @@ class FakeValues:
         self._values[tensor] = value
 
     def call(self, func: Any, args: Any, kwargs: Any, make: Callable[[], Any], mode: FakeTensorMode) -> Any:
-        """Return what an operator gives on fake tensors of the mode, by `make`, and follow the values."""
+        """Return the result of an operator on fake tensors, computed by `make`, and track known values."""
         known = self._known_arguments(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(None if known is None else known[0][0])
@@ -50,7 +50,7 @@ class FakeValues:
         return result
 
     def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None, device: torch.device) -> Any:
-        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
+        """Return the result of an operator such as unique, whose shape depends on values, if the values are known."""
         if known is None:
             raise ReadsValues(
                 f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
@@ -99,7 +99,7 @@ _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defa
 
 
 def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
-    """Return whether all that an operator returned is small enough, and of whole numbers or a scalar."""
+    """Return whether all results of an operator are small enough, and integers or scalars."""
     made, given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, known))
     most = min(LARGEST_VALUE, max(LARGEST_MADE, 4 * sum(each.numel() for each in given)))
     return bool(made) and all(

@@ -44,7 +44,7 @@ class _Reducer:
 
 
 def _bucket_by_dtype(tensors: list[Tensor], *args: Any) -> tuple[list[list[int]], list[int]]:
-    """Return a bucket for each dtype: together they are as large as DDP's, however many those are."""
+    """Return one bucket for each dtype. Together they are as large as DDP's buckets, whatever their number."""
     places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)
@@ -93,7 +93,7 @@ def _patches(allocator: Allocator) -> Iterator[Any]:
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function read tensors of its own, on the host."""
+    """Let a function read the values of its own tensors, on the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

@@ -35,7 +35,7 @@ class BatchFit:
 
 
 def memory_limit(card: Card) -> int:
-    """Return what a plan lets torch's allocator reserve."""
+    """Return the bytes that torch's allocator may reserve in a plan."""
     return int(card.usable_bytes * (1 - LEFT_FREE))
 
 
@@ -92,8 +92,8 @@ def _close(batch: int) -> int:
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
 
-    The line of small batches may be that of another phase than the one that counts later: no step is too large. Where
-    one more sample is clearly beyond the limit, that is the batch that fits.
+    At small batches another phase may set the peak, so no step towards the limit is too large. If one more sample is
+    clearly beyond the limit, the batch before it is the answer.
     """
     reached = float(fit.batch + failing) / 2
     sizes = sorted(size for size in fit.points if size <= fit.batch)

@@ -23,7 +23,7 @@ _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that torch may have, in bytes, and its peak since `begin`."""
+    """Memory that torch may use, in bytes, and its peak since `begin`."""
 
     limit: Callable[[], int]
     begin: Callable[[], None]

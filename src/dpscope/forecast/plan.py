@@ -28,7 +28,7 @@ Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """Wishes for a plan beside the step itself. A value of None is left open."""
+    """Requests to a plan besides the step itself. A value of None is left open."""
 
     card: str | None = None
     samples: int | None = None
@@ -219,7 +219,7 @@ def _probe(spec: RunSpec, card: Card, largest: int, say: Say, prober: Prober) ->
 def _corrected_fit(
     spec: RunSpec, card: Card, most: int, say: Say, predicted: BatchFit, correct: Correction
 ) -> BatchFit:
-    """Find the largest batch again, with the room that is left by what the prediction missed."""
+    """Find the largest batch again, with the prediction's error subtracted from the room."""
     missed = correct.missed_bytes(predicted.points[predicted.batch], predicted.batch)
     is_close = abs(missed) < LEFT_FREE / 4 * predicted.limit
     fit = predicted if is_close else largest_batch(spec, card, most, say, predicted.limit - missed)
@@ -243,7 +243,7 @@ def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *,
 def _effects(
     specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, workers: int, say: Say
 ) -> list[dict[str, Any]]:
-    """Return what a change would do to the last method that fits, usually flash."""
+    """Return the effect of each change on the last method that fits, usually flash."""
     fitting = [(spec, row) for spec, row in zip(specs, rows, strict=True) if row["batch_size"]]
     if not fitting:
         return []
@@ -264,7 +264,7 @@ def _effects(
 def _effect(
     what: str, changed: RunSpec, spec: RunSpec, before: StepForecast, card: Card, say: Say
 ) -> dict[str, Any] | None:
-    """Return what a change does to a step; None where it cannot be made."""
+    """Return the effect of a change on a step; None if it cannot be made."""
     say(f"{changed.method}: {what}")
     try:
         after = forecast_step(changed, card, attributed=False)

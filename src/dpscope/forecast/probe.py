@@ -1,9 +1,9 @@
-"""Short steps on the GPU at hand, and what they tell of larger batches.
+"""Short steps on the GPU at hand, and what they say about larger batches.
 
-A step is predicted at the probed sizes too, and what the predictions missed there corrects the one of another size. Its
-peak is off by a line in the batch size, one for steps and one for verification. Its time has two parts. Kernels keep
-the GPU busy for so long, by a profiler's recording, even if the step waits for the host; that grows as predicted. The
-host's part is the time of steps in which the GPU waits, and is the same for all sizes.
+A step is predicted at the probed sizes too, and the errors there correct the prediction for another size. The error of
+the peak is linear in the batch size, with one line for steps and one for verification. Its time has two parts. The
+GPU's busy time, recorded by a profiler, grows as predicted even if the step waits for the host. The host's part is the
+time of steps in which the GPU waits. It is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.schedule import SMALL_BATCH
@@ -27,7 +26,7 @@ from dpscope.forecast.cards import CARDS
 from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
-from dpscope.instruments.trace.attribution import union
+from dpscope.instruments.trace.busy import busy_seconds
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
@@ -112,20 +111,9 @@ class _Training:
 
     def probe(self) -> Probe:
         seconds = statistics.median(self._intervals) / 1e3
-        busy = _busy_seconds(self._steps)
+        busy = busy_seconds(self._steps)
         self._let_go()
         return Probe(self._batch_size, self._peak_bytes, seconds, min(busy or seconds, seconds))
-
-
-def _busy_seconds(step: Callable[[], object]) -> float:
-    """Return how long kernels and copies of a step run; 0 where the profiler sees none."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    recorded = getattr(profiler.profiler, "kineto_results", None)
-    ran = [] if recorded is None else [each for each in recorded.events() if each.device_type().name == "CUDA"]
-    covered = union((each.start_ns(), each.start_ns() + each.duration_ns()) for each in ran)
-    return sum(end - start for start, end in covered) / 1e9
 
 
 def free_memory() -> None:
@@ -144,10 +132,10 @@ class Correction:
     forecasts: Sequence[StepForecast]  # of the same sizes
 
     def missed_bytes(self, step: StepForecast, batch_size: int) -> int:
-        """Return by how much a peak is above its prediction: on a line between probes, and beyond them as it grows.
+        """Return how far a peak is above its prediction: interpolated between probes, extrapolated beyond them.
 
-        Only probes count that peak in the same place: in verification, or in a step. A miss that shrinks with the
-        batch, or hardly was one at the smaller size, is of something that happens at one of them: no line.
+        Only probes that peak in the same place count: in verification, or in a step. An error that shrinks with the
+        batch, or was tiny at the smaller size, is not extrapolated.
         """
         pairs = zip(self.probes, self.forecasts, strict=True)
         alike = [(each, guess) for each, guess in pairs if guess.peaks_verifying == step.peaks_verifying]
@@ -189,7 +177,7 @@ LONGEST_PROBE = 600.0
 
 
 def local_card(named: str | None = None) -> str:
-    """Return the name of this machine's GPU in the table of cards, or the one that is given in its place."""
+    """Return the name of this machine's GPU in the table of cards, or the given replacement."""
     if not torch.cuda.is_available():
         raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction")
     if named is not None:

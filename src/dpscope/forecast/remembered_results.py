@@ -1,4 +1,4 @@
-"""Results of operators on fake tensors, remembered by what their arguments look like.
+"""Results of operators on fake tensors, cached by the shapes and types of their arguments.
 
 A model makes a few hundred different calls, thousands of times. torch remembers them too, but describes each argument
 in full, which takes most of a step on fake tensors. Here sizes, strides and dtypes decide. Calls that are unusual in
@@ -93,7 +93,7 @@ class RememberedResults:
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a call on fake tensors is remembered by; None if it is unusual."""
+    """Return the cache key of a call on fake tensors; None if the call is unusual."""
     if func._schema.name in _CHANGES_TENSORS or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     try:

@@ -17,7 +17,7 @@ SAID, DONE, NOT_DONE = "said", "done", "failed"
 
 
 def run_side_by_side(tasks: Sequence[SideTask], workers: int, say: Say) -> list[Any]:
-    """Call every task, `workers` at a time, and return what they return, in order.
+    """Call every task, `workers` at a time, and return the results in order.
 
     With one worker they run in this process. Copies are for a process that has not trained and holds no GPU.
     """

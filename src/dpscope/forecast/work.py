@@ -1,7 +1,7 @@
 """Step time: its operators' bytes and operations against what a card sustains, and the host's pace.
 
-A kernel takes as long as the slower of its operations and its bytes need, at the share of the card's peak that such
-kernels reach, and a little to begin. The host takes some microseconds for each operator. The slower one decides.
+A kernel's time is set by its operations or its bytes, whichever is slower, at the share of the card's peak that such
+kernels reach, plus a launch cost. The host takes some microseconds for each operator. The slower of the two decides.
 The shares and the host's pace were fitted to steps on one H200 (benchmarks/results/…-plan.md).
 """
 
@@ -38,7 +38,7 @@ TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of 
 
 
 def slower_of(gpu_seconds: float, host_seconds: float) -> float:
-    """Return the time of a step, which is somewhat longer than the slower part where both are alike."""
+    """Return the time of a step, which is somewhat longer than the slower part if both are about equal."""
     return float((gpu_seconds**TOGETHER + host_seconds**TOGETHER) ** (1 / TOGETHER))
 
 
@@ -54,7 +54,7 @@ def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sum of what the operators of a step take on a card."""
+    """Total work of a step's operators on a card."""
 
     def __init__(self, card: Card, method: str, *, tf32: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._phases[-1] if self._phases else None
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
-        """Return what `_add` takes of a call; nothing if it moves nothing."""
+        """Return the arguments of `_add` for a call; nothing if the call moves no bytes."""
         moved = moved_by(func, args, kwargs, out, "cuda")
         if not any(moved):
             return ()

@@ -185,7 +185,7 @@ ON_A_CPU = (
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
+    """Mode that adds up operators by (name, family, phase). Autograd applies the mode in its own threads, too."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -228,7 +228,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
     """Return the bytes that one `step` reads and writes on `device`, by operator and phase; most bytes first.
 
-    The step is an ordinary one: it trains, and nothing is left behind.
+    The step is an ordinary training step and leaves nothing behind.
     """
     counter = _Counter(device)
     with phases.listening(counter.enter_phase), launches.hearing(counter.hear), counter:

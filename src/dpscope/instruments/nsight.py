@@ -24,7 +24,7 @@ def _version(path: Path) -> tuple[list[tuple[int, ...]], Path]:
 
 
 def ask(*command: str) -> str:
-    """Return what a command prints within 30 seconds, both streams; nothing if it cannot be run."""
+    """Return what a command prints within 30 seconds on both streams; nothing if it cannot be run."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False

@@ -1,7 +1,7 @@
 """Peak memory of a step, from torch's own allocators.
 
 torch's CPU allocator keeps no statistics, so one more step runs under the profiler: its allocations and frees are added
-up, and the tensors that were live before it are counted in. Memory from before the step that is freed within it is not
+up, and the tensors that were live before it are counted in. Memory from before the step that is freed during it is not
 seen, so such a step gives an upper bound.
 """
 

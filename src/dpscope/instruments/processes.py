@@ -1,4 +1,4 @@
-"""Other programs, run with a time limit; they end with all they started, and when this process dies."""
+"""Other programs, run with a time limit. They are ended with all their children, also when this process dies."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def run_limited(
     environment: Mapping[str, str] | None = None,
     on_line: OnLine = lambda line: None,
 ) -> FinishedCommand:
-    """Run a command and report its lines as they come. Past `limit` seconds it is ended with all it has started.
+    """Run a command and report its lines as they come. After `limit` seconds it is killed with all its children.
 
-    It sees the variables of `environment` and no others, or all of ours. Its standard input is a pipe without a
-    writer that closes when this process dies (`end_with_lifeline`).
+    It sees only the variables of `environment` if that is given. Its standard input is a pipe without a writer that
+    closes when this process dies (`end_with_lifeline`).
     """
     lifeline, held = os.pipe()
     try:
@@ -84,9 +84,9 @@ def _read(stream: IO[str], lines: list[str], on_line: OnLine) -> None:
 
 
 def end_with_descendants(pid: int) -> None:
-    """Kill a process and all it has started. The process is stopped first, so that it starts no more meanwhile.
+    """Kill a process and all its children. The process is stopped first, so that it starts no new ones meanwhile.
 
-    (Not by its group: it stays in ours, so that ending our group ends it too.)
+    It stays in this process's group, so that ending the group ends it too.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
@@ -106,7 +106,7 @@ def _children(pid: int) -> list[int]:
 
 
 def end_with_lifeline() -> None:
-    """End when the process that called `run_limited`, directly or not, is gone."""
+    """End this process when the one that called `run_limited` is gone."""
 
     def wait() -> None:
         os.read(0, 1)

@@ -1,4 +1,4 @@
-"""Figures added up under keys and given back as rows, the largest first."""
+"""Figures added up by key and returned as rows, the largest first."""
 
 from __future__ import annotations
 

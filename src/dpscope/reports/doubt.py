@@ -27,7 +27,7 @@ ADVICE = {
 
 
 def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str:
-    """Return one of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: number timed, if known."""
+    """Return one of `REASONS`, or an empty string. `spread`: 10th and 90th percentile; `steps`: number timed."""
     if spread is None:
         return NO_SPREAD
     if steps is not None and steps < FEWEST_STEPS:

@@ -16,7 +16,7 @@ from dpscope.reports.traffic.data import Traffic, by_size
 from dpscope.results.memory import Composition
 from dpscope.results.payloads.ncu import BYTES, ESTIMATE, KERNEL_FIGURES, MEASURED, READ, WRITE
 from dpscope.vocabulary.components import KEYS, in_order
-from dpscope.vocabulary.settings import EAGER
+from dpscope.vocabulary.settings import EAGER, EAGERLY
 
 if TYPE_CHECKING:
     import pandas
@@ -29,11 +29,12 @@ SOFTWARE = ("torch", "opacus", "dpscope")
 
 def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the fields that every line of a table of these rows begins with."""
-    return (*IDENTITY, *(("compile",) if any(row.field("compile") != EAGER for row in rows) else ()))
+    told = [name for name, eager in EAGERLY.items() if any(row.field(name) != eager for row in rows)]
+    return (*IDENTITY, *told)
 
 
 def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return all that is known of each row; None if nothing was measured."""
+    """Return all known figures of each row; None for what was not measured."""
     names = dict.fromkeys(name for row in rows for name in (*row.spec, *row.spec["workload"]))
     settings = [name for name in names if name not in NOT_SETTINGS and len({repr(row.field(name)) for row in rows}) > 1]
     compositions = [composition for row in rows if (composition := composition_of(row))]
@@ -42,6 +43,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             **row.fields(*IDENTITY, *settings),
             **_cost(row),
+            **(_to_eager(row) if any(not each.is_eager for each in rows) else {}),
             **(_compilation(row) if any(each.field("compile") != EAGER for each in rows) else {}),
             **by_rank,
             **(_memory(row, components) if components else {}),
@@ -88,11 +90,13 @@ def _cost(row: Row) -> dict[str, Any]:
     }
 
 
+def _to_eager(row: Row) -> dict[str, Any]:
+    return {"time_ratio_to_eager": row.eager_time_ratio, "memory_ratio_to_eager": row.eager_memory_ratio}
+
+
 def _compilation(row: Row) -> dict[str, Any]:
     found: Mapping[str, Any] = row.compilation or {}
     return {
-        "time_ratio_to_eager": row.eager_time_ratio,
-        "memory_ratio_to_eager": row.eager_memory_ratio,
         "compile_seconds": found.get("seconds"),
         **{f"compile_{name}": found.get(name) for name in ("graphs", "graph_breaks", "recompiles")},
     }

@@ -62,7 +62,7 @@ def _of_size(size: Size, story: Story) -> Iterator[CostFinding]:
             why, advice = _largest_component(row, standard), _switch(row, story)
             yield CostFinding(size.label, row.method, statement, cost=max(costs), why=why, advice=advice)
         if doubt:
-            statement = f"no verdict on the time of {row.method}"
+            statement = f"No verdict on the time of {row.method}"
             why, advice = EXPLAINED[doubt], ADVICE[doubt]
             yield CostFinding(size.label, row.method, statement, why=why, advice=advice, sure=AS_DOUBTFUL)
 
@@ -92,8 +92,9 @@ def to_markdown(findings: Sequence[CostFinding]) -> str:
     """Return the findings as a numbered list."""
     lines = [FINDINGS_TITLE, ""]
     for number, each in enumerate(findings, 1):
-        parts = (f"{each.statement} ({each.size})", each.why, each.advice)
-        lines.append(f"{number}. {'. '.join(part for part in parts if part)}. *{each.sure}*")
+        more = [part[0].upper() + part[1:] for part in (each.why, each.advice) if part]
+        sentences = [f"{each.statement} ({each.size})", *more]
+        lines.append(f"{number}. {'. '.join(sentences)}. *{each.sure}*")
     return "\n".join([*lines, ""] if findings else [*lines, "Nothing to say: no private method has figures.", ""])
 
 
@@ -141,7 +142,7 @@ class Condition:
         return cls(text.strip(), found[1], found[2], _COMPARE[found[3]], float(found[4]))
 
     def judge(self, rows: Sequence[Row]) -> str:
-        """Return a sentence if it holds, or if the figure is missing; nothing otherwise."""
+        """Return a sentence if the condition holds or the figure is missing; nothing otherwise."""
         own = [row for row in rows if row.method == self.method]
         known = [(row, value) for row in own if (value := FIGURES_OF_ROW[self.figure](row)) is not None]
         if len(known) < max(1, len(own)):

@@ -98,7 +98,7 @@ def _component_table(number: int, described: Mapping[Row, Composition]) -> str:
 
 
 def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
-    """Return the lines of text and numbers, the first column to the left."""
+    """Return the table's lines, the first column left-aligned."""
     import pandas
 
     escaped = [{escape(name): escape(MISSING if v is None else v) for name, v in line.items()} for line in lines]

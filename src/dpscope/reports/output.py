@@ -29,7 +29,7 @@ SUFFIX = r"(_.*bs\d+.*)?"  # matches every suffix, and none
 
 
 def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the groups of compared rows by a suffix: `_bs8_seq1024`, or nothing for the only size."""
+    """Return the groups of compared rows by file suffix: `_bs8_seq1024`; empty if there is only one size."""
     groups = group_by_size(rows)
     if len(groups) == 1:
         return {"": groups[0]}

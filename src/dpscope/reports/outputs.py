@@ -36,7 +36,7 @@ AGAINST_OUTPUTS: tuple[Output[Against], ...] = (AGAINST_TEXT, AGAINST_PAGE, AGAI
 def write_reports(
     report: Report, folder: Path, *, formats: Sequence[str] = ("png",), wishes: Collection[str] = ()
 ) -> list[Path]:
-    """Write the summary and whatever else the results allow, figures in each of `formats`; return the files."""
+    """Write the summary and all outputs that the results allow, figures in each of `formats`; return the files."""
     told_from_here = report if report.folder == folder else Report.of(report.results, report.skipped, folder=folder)
     return _write(OUTPUTS, told_from_here, folder, formats, wishes)
 

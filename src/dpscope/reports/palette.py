@@ -1,7 +1,7 @@
 """Colours of components, phases, kernel families and methods, the same in every figure and page.
 
-Paul Tol's "muted" scheme: told apart with any kind of colour vision. What only private training holds is in its three
-reds and purples, and hatched besides, so that it stands out in grey print too.
+Paul Tol's "muted" scheme: told apart with any kind of colour vision. Components that only private training has are in
+its three reds and purples, and hatched, so that they stand out in grey print too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def colour_of(component: str) -> str:
 def method_looks(methods: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each method, which tell methods apart in grey print too.
 
-    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. If two
+    Built-in methods have fixed looks. Another package's method gets one by its name, the same in every report. If two
     methods of a report would look alike, the later one in the alphabet takes the next free look.
     """
     names = list(dict.fromkeys(methods))
@@ -103,7 +103,7 @@ def phase_colour(phase: str) -> str:
 
 
 def is_dark(colour: str) -> bool:
-    """Return whether white text is readable on it: its relative luminance is below that of middle grey."""
+    """Return whether white text is readable on a colour: its relative luminance is below middle grey."""
     shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
     levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18

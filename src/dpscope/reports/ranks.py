@@ -41,7 +41,7 @@ def ranks_of(row: Row) -> RankCosts | None:
 
 
 def rank_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return a record for each row, all with the same columns; without any where no row is of several processes."""
+    """Return a record for each row, all with the same columns; empty records if no row has several processes."""
     found = [_record(row, ranks) if (ranks := ranks_of(row)) else {} for row in rows]
     names = dict.fromkeys(name for record in found for name in record)
     return [{name: record.get(name) for name in names} for record in found]

@@ -20,7 +20,7 @@ from dpscope.results.identity import StepNumbers, hashable, identity_of, step_co
 from dpscope.results.schema import Result, with_paths_from
 from dpscope.results.store import Skipped
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, SETTINGS
+from dpscope.vocabulary.settings import EAGERLY, LATER_DEFAULTS, SETTINGS
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
@@ -31,10 +31,10 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     instrument = max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
-    eager = {row.comparison: row for row in rows if row.method == STANDARD and row.field("compile") == EAGER}
+    eager = {row.comparison: row for row in rows if row.method == STANDARD and row.is_eager}
     for place, row in enumerate(rows):
-        if row.field("compile") != EAGER:
-            found = eager.get(hashable({**row.identity, "compile": EAGER}))
+        if not row.is_eager:
+            found = eager.get(hashable({**row.identity, **EAGERLY}))
             rows[place] = replace(row, eager_standard=found)
         elif row.field("gpus") > 1:
             rows[place] = replace(row, alone=_in_one_process(row, rows))
@@ -54,8 +54,8 @@ def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
 def join_instruments(results: Sequence[Result]) -> list[Row]:
     """Join what was measured of the same method at the same size, in order of first appearance.
 
-    Numbers of steps separate rows only if one instrument measured with several of them. What another instrument
-    measured, with one number of steps, then belongs to each of those rows.
+    Rows are separated by number of steps only if one instrument was run with several numbers. The result of an
+    instrument with a single number then belongs to each of those rows.
     """
     counted: dict[tuple[Hashable, str, str], dict[StepNumbers, None]] = defaultdict(dict)  # of one method's results
     for result in results:
@@ -145,12 +145,12 @@ class Setting:
 
 
 def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
-    """Group rows in order of first appearance. If numbers of steps keep rows apart, all settings name theirs."""
+    """Group rows in order of first appearance. If rows differ in their number of steps, labels include it."""
     apart = any(row.step_counts for row in rows)
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
 
     def settings(row: Row) -> dict[str, Any]:
-        """Return the settings of a row without its size; the model's dimensions among it."""
+        """Return the settings of a row without its size, including the model's dimensions."""
         rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
         return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 
@@ -160,7 +160,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
-    """Return as few words as tell one from the other; a number if no words do. Of several each has a label."""
+    """Return the shortest labels that distinguish the settings; numbers if no words do."""
     spoken = [name for name in _varying(described) if name in UNLABELLED]
     short = [_words(settings, spoken) for settings in described]
     labels = []

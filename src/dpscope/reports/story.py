@@ -23,7 +23,7 @@ USUAL = "flat"  # what people have who do not choose: savings are told against i
 
 @dataclass(frozen=True)
 class Story:
-    """Rows of one size: who wins among the private methods, and the sentences that say so."""
+    """Story of one size: the best private method, and the sentences about it."""
 
     winner: str | None
     badge: str  # what the winner is best at, in a word or two
@@ -51,7 +51,7 @@ def tell(rows: Sequence[Row]) -> Story:
 
 @dataclass(frozen=True)
 class Leaders:
-    """The private rows that no other beats: in time, in memory. Empty if there is nothing to compare."""
+    """The private rows that no other private row beats in time or memory. Empty if there is nothing to compare."""
 
     time: list[Row]
     memory: list[Row]
@@ -65,7 +65,7 @@ class Leaders:
 
     @property
     def unbeaten(self) -> list[Row]:
-        """True if it leads in everything that was compared."""
+        """True if the winner leads in all compared quantities."""
         return [row for row in self.time or self.memory if row in (self.memory or self.time)]
 
     @property
@@ -73,7 +73,7 @@ class Leaders:
         return self.unbeaten[0] if len(self.unbeaten) == 1 else None
 
     def undecided(self) -> list[str]:
-        """Return why there is no winner, if there was a race."""
+        """Return why there is no winner among several methods."""
         if not self.time and not self.memory:
             return []
         if not self.unbeaten:
@@ -98,7 +98,7 @@ def _leaders(private: Sequence[Row]) -> Leaders:
 
 
 def beyond_spread(row: Row, other: Row) -> bool:
-    """Return whether the times of the two lie apart, 10th to 90th percentile. False if either is doubtful."""
+    """Return whether the two time ranges, 10th to 90th percentile, do not overlap. False if either is doubtful."""
     if row.time_doubt or other.time_doubt or row.spread_ms is None or other.spread_ms is None:
         return False
     return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]
@@ -110,7 +110,7 @@ def _same_memory(row: Row, other: Row) -> bool:
 
 
 def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
-    """Return what is surely saved in time and memory, against Opacus's methods or else the next best."""
+    """Return the certain savings in time and memory against Opacus's methods, or else the next best."""
     usual = next((row for row in others if row.method == USUAL), None) or min(
         others, key=lambda row: (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
     )
@@ -137,7 +137,7 @@ def cost_in_words(row: Row) -> str:
 
 
 def _of_doubt(rows: Sequence[Row]) -> list[str]:
-    """Return whose time allows no verdict, and what to do about it."""
+    """Return which methods' times allow no verdict, and the remedy."""
     timed = [row for row in rows if row.median_ms is not None and row.method != STANDARD]
     doubtful = {reason: [row for row in timed if row.ratio_doubt == reason] for reason in EXPLAINED}
     return [
@@ -176,10 +176,13 @@ def _and(words: Sequence[str]) -> str:
 
 
 def compilation_notes(rows: Sequence[Row]) -> list[str]:
-    """Return what the ratios of compiled rows are, and how long torch.compile took."""
+    """Return what the ratios of compiled and captured rows are, and how long torch.compile took."""
     notes = []
     if any(row.eager_time_ratio for row in rows):
-        notes.append("× of a compiled row is the ratio to compiled standard, × eager that to eager standard.")
+        ways = dict.fromkeys(row.way for row in rows if row.eager_time_ratio)
+        notes += [
+            f"× of rows ({way}) is the ratio to standard ({way}), × eager that to eager standard." for way in ways
+        ]
     took = [f"{row.method} {format_duration(row.compilation['seconds'])}" for row in rows if row.compilation]
     if took:
         notes.append(f"Compilation, before warm-up and in no other figure: {', '.join(took)}.")
@@ -187,9 +190,11 @@ def compilation_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def ordinary_training(row: Row) -> str:
-    """Return what the ratios of a row are to, and how its time compares with eager ordinary training."""
-    if row.field("compile") == EAGER:
+    """Return the reference of a row's ratios, and its time relative to eager ordinary training."""
+    if row.is_eager:
         return "ordinary training"
     ratio = None if row.eager_ratio_doubt else row.eager_time_ratio
     eager = "" if ratio is None else f", and {format_ratio(ratio)} the time of eager ordinary training"
-    return f"compiled ordinary training{eager}"
+    compiled = "" if row.field("compile") == EAGER else "compiled "
+    graph = " as a CUDA graph" if row.field("cuda_graph") else ""
+    return f"{compiled}ordinary training{graph}{eager}"

@@ -16,7 +16,7 @@ from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, T
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, REPEATS, SETTINGS
+from dpscope.vocabulary.settings import EAGERLY, LATER_DEFAULTS, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 SIZES = ("batch_size", "seq_len")
@@ -36,7 +36,7 @@ class Row:
     step_counts: StepNumbers = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
-    eager_standard: Row | None = field(default=None, repr=False)  # of a compiled row: the same without torch.compile
+    eager_standard: Row | None = field(default=None, repr=False)  # of a row that is compiled or a CUDA graph
     alone: Row | None = field(default=None, repr=False)  # the same method in one process, if this is of several
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def eager_time_ratio(self) -> float | None:
-        """Ratio of a compiled row to ordinary training that is not compiled."""
+        """Ratio of a compiled or captured row to ordinary training that is neither."""
         return _ratio(self, self.eager_standard, attrgetter("median_ms"))
 
     @property
@@ -122,8 +122,17 @@ class Row:
     @property
     def where(self) -> str:
         """Size of the row, and `compiled` if it is: for headings."""
-        told = SETTINGS["compile"]
-        return self.size if self.field("compile") == EAGER else f"{self.size}, {told.in_words(self.spec)}"
+        return ", ".join(filter(None, (self.size, self.way)))
+
+    @property
+    def way(self) -> str:
+        """How the step runs, if not eagerly: `compiled`, `CUDA graph`, or both."""
+        names = (name for name, eager in EAGERLY.items() if self.field(name) != eager)
+        return ", ".join(SETTINGS[name].in_words(self.spec) for name in names)
+
+    @property
+    def is_eager(self) -> bool:
+        return not self.way
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -158,7 +167,7 @@ class Row:
         return [result for result in self.measured.values() if result.ok]
 
     def first_of(self, read: Callable[[Result], Value]) -> Value | None:
-        """Return what the first successful measurement has of something; None if none has any of it."""
+        """Return a value from the first successful measurement that has it; None if none does."""
         return next((found for result in self.ended_well if (found := read(result))), None)
 
     @property
@@ -271,7 +280,7 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
 
 
 def figure_of(*candidates: Any) -> float | None:
-    """Return the first that is a number, and one that can be measured: finite, and not below zero."""
+    """Return the first value that is a finite number of at least zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
 
@@ -296,9 +305,9 @@ def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Return the fields that tell rows apart: always the method and the batch, never a missing sequence.
+    """Return the fields that distinguish rows: always the method and the batch, never a missing sequence.
 
-    Numbers of steps do where rows differ in nothing else.
+    Numbers of steps are included if rows differ in nothing else.
     """
     always = {"method", "batch_size", *(["seq_len"] if any(row.field("seq_len") for row in rows) else [])}
     never = {"seq_len", *(() if any(row.step_counts for row in rows) else REPEATS)}

@@ -30,7 +30,7 @@ NARROW_SUMMARY = 86  # columns
 
 
 def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = False) -> RenderableType:
-    """Return everything there is to say about a set of results; `detailed` for readers who have the time."""
+    """Return the summary of a set of results; `detailed` adds all sections."""
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(report)]
     if lines := _cost(report, width):
         parts += ["", *lines]
@@ -43,7 +43,7 @@ def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = Fals
 
 
 def section_at(where: str) -> Callable[[Sequence[Row], int], list[RenderableType]]:
-    """Return the function that makes an instrument's section from rows and the width; empty with nothing to say."""
+    """Return the function that makes an instrument's section from rows and a width; its text may be empty."""
     module, _, name = where.partition(":")
     function: Callable[[Sequence[Row], int], list[RenderableType]]
     function = getattr(import_module(f"dpscope.reports.{module}"), name)
@@ -115,7 +115,7 @@ def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
 
 
 def _troubles(report: Report) -> list[str]:
-    """Return a line for each reason why rows have no figures: what became of which, and what to do."""
+    """Return a line for each reason why rows have no figures: which rows, how they ended, and the remedy."""
     failed = [(row, size.label) for size in report.sizes for row in size.rows if not row.result.ok]
     alike = grouped(failed, lambda each: (each[0].result.status, each[0].result.reason))
     lines = [f"{status}: {_which(found)}: {reason}" for (status, reason), found in alike.items()]

@@ -48,7 +48,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def in_prose(name: str) -> str:
-    """Return the name itself. One that is too long loses its template arguments, and then whole words at its end."""
+    """Return the name, shortened if it is too long: first its template arguments, then whole words at its end."""
     plain = name.replace(*AUTOGRAD_NODE)
     if len(plain) <= LONGEST_IN_PROSE:
         return plain
@@ -72,7 +72,7 @@ NUMBERS = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # fields that are, an
 def identity_columns(
     rows: Sequence[Row], row_of: Callable[[Item], Row], more: Sequence[str] = ()
 ) -> list[Column[Item]]:
-    """Return the fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
+    """Return the fields that distinguish the rows of some items, long names shortened; `more`: further fields."""
 
     def column(name: str) -> Column[Item]:
         longest = LONGEST_METHOD if name == "method" else 10**6

@@ -56,7 +56,7 @@ def differing_facts(environments: Sequence[Facts]) -> dict[str, list[str]]:
 
 
 def days_of(results: Sequence[Result]) -> str:
-    """Return the day or days, in UTC, as far as memory snapshots know the time."""
+    """Return the day or days of the measurement, in UTC, if memory snapshots recorded the time."""
     stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
     return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

@@ -1,4 +1,4 @@
-"""Identity of a row, by its result's spec: which others it is compared with, its size and its step."""
+"""Identity of a row, from its result's spec: the rows it is compared with, its size and its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ StepNumbers = tuple[tuple[str, Any], ...]  # (warmup, steps) by name
 
 
 def identity_of(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return everything in a spec but the method and how it was measured."""
+    """Return everything in a spec except the method and the measurement settings."""
     return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
 
 
@@ -21,7 +21,7 @@ def step_counts_of(spec: dict[str, Any]) -> StepNumbers:
 
 
 def hashable(value: Any) -> Hashable:
-    """Return the same value for a key of a dictionary."""
+    """Return the value in a hashable form."""
     if isinstance(value, dict):
         return tuple(sorted((name, hashable(each)) for name, each in value.items()))
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value

@@ -40,7 +40,7 @@ def moved(row: KernelRow) -> float:
 
 
 def kernels_in(payload: NcuPayload, source: str) -> KernelRows | None:
-    """Return the rows that were measured, or those of the estimate, which stands beside a measurement too."""
+    """Return the measured rows, or those of the estimate, which may exist beside a measurement."""
     own, estimated = payload.get("kernels", {}), payload.get("estimate", {}).get("kernels", {})
     for found, whose in ((own, payload["source"]), (estimated, ESTIMATE)):
         if whose == source and (rows := found.get("rows")):

@@ -68,7 +68,7 @@ class Timeline:
         return whole
 
     def moments(self, most: int) -> list[int]:
-        """Return the indices of about `most` events that a drawing needs.
+        """Return the indices of at most about `most` events to draw.
 
         These are the ends, every component's maximum, the borders of phases, and the highest and lowest total of each
         stretch: the peak is one of them.
@@ -183,7 +183,7 @@ def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
 
 
 class NotConserved(AssertionError):
-    """Error of bytes that were counted twice or lost: the figures of this result mean nothing."""
+    """Error for bytes that were counted twice or lost: the figures of the result are invalid."""
 
 
 def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) ->
 
 
 def conservation_faults(result: Result) -> list[str]:
-    """Return what does not add up in a result of the memory instrument, a sentence each; empty if all does."""
+    """Return a sentence for each sum that does not add up in a memory result; empty if all do."""
     memory, timeline = result.memory, result.timeline
     parts = memory["peak"]["components"]
     tracked = sum(amount for key, amount in parts.items() if key != "unattributed")

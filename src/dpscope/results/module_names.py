@@ -10,7 +10,7 @@ SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules th
 
 
 def is_summary(name: str) -> bool:
-    """Return whether the name is of no module, like `(outside the modules)`."""
+    """Return whether the name stands for no module, like `(outside the modules)`."""
     return name.startswith("(")
 
 
@@ -23,7 +23,7 @@ def depth_of(name: str) -> int:
 
 
 def ancestor(name: str, depth: int) -> str:
-    """Return the module at a depth that holds it, or itself."""
+    """Return the module's ancestor at a depth, or the module itself."""
     return name if is_summary(name) else ".".join(name.split(".")[:depth])
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a result over several processes, and what travels between them in a step."""
+"""Ranks of a result over several processes, and the data they exchange in a step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RankCosts:
         return self.payload.get("link")
 
     def with_sending(self, step_ms: float | None) -> tuple[float, float] | None:
-        """Return the time of a simulated step if all sending is hidden behind computing, and if none is."""
+        """Return the time of a simulated step if communication is fully hidden, and if none of it is."""
         if self.link is None or step_ms is None:
             return None
         return max(step_ms, self.link["send_ms"]), step_ms + self.link["send_ms"]

@@ -114,7 +114,7 @@ def result_for(spec: dict[str, Any], **values: Any) -> Result:
 
 
 def merge_results(time: Result, memory: Result) -> Result:
-    """Merge what two instruments saw of the same step; the first that is not ok speaks for both."""
+    """Merge the results of two instruments for the same step; the first that is not ok sets the status."""
     for result in (time, memory):
         if not result.ok:
             return result
@@ -122,7 +122,7 @@ def merge_results(time: Result, memory: Result) -> Result:
 
 
 def with_paths_from(folder: Path, result: Result) -> Result:
-    """Return the same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
+    """Return the result with paths relative to a folder: that of the workload's file, and those in tracebacks."""
     workload = result.spec["workload"]
     if isinstance(file := workload.get("file"), str):
         workload = {**workload, "file": path_from(folder, file)}
@@ -134,7 +134,7 @@ def with_paths_from(folder: Path, result: Result) -> Result:
 
 
 def parse_result(text: str) -> Result:
-    """Parse the result in a file's text. Raise `UnreadableResult` with a sentence if it is none."""
+    """Parse the result in a file's text. Raise `UnreadableResult` with a sentence if it is not a result."""
     try:
         data = json.loads(text, parse_int=_parse_int)
     except json.JSONDecodeError as error:

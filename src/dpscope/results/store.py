@@ -1,4 +1,4 @@
-"""A folder of results: written atomically, read with suspicion, never overwritten by accident.
+"""A folder of results: written atomically, validated when read, never overwritten by accident.
 
 DIR/results/*.json   one file a run spec
 DIR/logs/*.log       what each child printed
@@ -41,7 +41,7 @@ class ResultStore:
         self.summary = folder / "summary.txt"
 
     def create(self) -> None:
-        """Make the folder, or say why it cannot be written."""
+        """Create the folder, or raise a sentence that says why it cannot be written."""
         try:
             self.results.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ class ResultStore:
         return (self.files / file_name).with_suffix("")
 
     def make_way(self, file_name: str) -> None:
-        """Free a row's place: a result is replaced, any other file is moved aside."""
+        """Make room for a row's file: a result is replaced, any other file is renamed."""
         path = self.path_of(file_name)
         try:
             read_result(path)
@@ -148,7 +148,7 @@ def require_writable(path: Path) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old one or the whole new one, whenever this process dies.
 
-    An `OSError` names the file, which one of writing alone does not.
+    An `OSError` names the file, which errors of write() do not.
     """
     try:
         _write_beside_and_move(path, content.encode() if isinstance(content, str) else content)

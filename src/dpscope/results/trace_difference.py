@@ -68,7 +68,7 @@ def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, 
 
 
 def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
-    """Return the step time beside its operators'."""
+    """Return the part of the step time that is not in operators."""
     if basis == CPU:
         return {OUTSIDE: trace["outside_operators_ms"]}
     return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}

@@ -48,7 +48,7 @@ def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
 
 @cache
 def _take_apart(expected: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return origin and arguments of a type, and whether it is a `TypedDict`: looked up once, not for every value."""
+    """Return origin and arguments of a type, and whether it is a `TypedDict`; cached, because values are many."""
     return get_origin(expected), get_args(expected), is_typeddict(expected)
 
 
@@ -58,7 +58,7 @@ def _in_each(values: list[Any], expected: Any, where: str) -> Iterator[str]:
 
 
 def _all_numbers(values: list[Any], kind: Any) -> bool:
-    """Return whether a long list holds numbers only, in one go: a sum is NaN if one of them is."""
+    """Return whether a long list holds only finite numbers, by summing it: the sum is NaN if one of them is."""
     allowed, largest = _NUMBERS.get(kind, ((), 0))
     return set(map(type, values)).issubset(allowed) and sum(map(abs, values)) < largest
 
@@ -73,7 +73,7 @@ def _in_object(value: dict[str, Any], expected: Any, where: str) -> Iterator[str
 
 @cache
 def _fields(expected: Any) -> dict[str, tuple[Any, bool]]:
-    """Name -> type, and whether it has to be there. `__required_keys__` is wrong if annotations are postponed."""
+    """Map names to (type, is required). `__required_keys__` is wrong if annotations are postponed."""
     hints = get_type_hints(expected, include_extras=True)
     optional = {name for name, kind in hints.items() if get_origin(kind) is OPTIONAL_KEY}
     return {

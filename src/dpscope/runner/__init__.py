@@ -1,1 +1,1 @@
-"""One child process for each run spec; whatever happens to it becomes a result."""
+"""One child process for each run spec; its result or failure becomes a result file."""

@@ -66,6 +66,6 @@ def build(spec: RunSpec, batch_size: int) -> tuple[Workload, nn.Module]:
 
 
 def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
-    """Return the same for steps of one batch."""
+    """Return the trainer and its batch, for steps of one batch."""
     trainer, (batch,) = assemble(spec)
     return trainer, batch

@@ -1,7 +1,7 @@
 """Python's garbage collector in a process that measures.
 
 It is off while libraries are imported, and their objects are frozen before there is a model. Traversing these permanent
-objects would take a quarter of the process's time, some of it during measured steps.
+objects would take a quarter of the process's time, partly during measured steps.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.memory import CompilationPayload
 from dpscope.results.schema import Note
 from dpscope.trainers.compilation import CompileCounts, must_compile
+from dpscope.trainers.graphed import forget_peak
 
 SETTLED = 2  # steps in a row that compile nothing: CUDA graphs are recorded in the first of them
 MOST_STEPS = 12  # a model that still compiles then compiles for ever
@@ -34,7 +35,7 @@ class Compilation:
                 progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
                 settled = 0 if compilation._compiles_in(step) else settled + 1
                 if not settled:
-                    _forget_peak(device)
+                    forget_peak(torch.device(device))  # autotuning tries kernels on tensors of its own
         compilation.begin_measuring()
         return compilation
 
@@ -79,9 +80,3 @@ class Compilation:
         if compiled := CompileCounts.now() != before:
             self.seconds += time.perf_counter() - start
         return compiled
-
-
-def _forget_peak(device: str) -> None:
-    """Let the allocator's peak be that of the steps: autotuning tries kernels on tensors of its own."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()

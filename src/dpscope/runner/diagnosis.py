@@ -35,7 +35,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was checked. One that is `required` and not ok makes the doctor exit with 1."""
+    """Result of one check. If a `required` check is not ok, the doctor exits with 1."""
 
     name: str
     status: str
@@ -128,7 +128,7 @@ def _not_tried(name: str) -> Diagnosis:
 
 
 def check_packages() -> list[Diagnosis]:
-    """Check what pages, figures, exports and other models need, without importing it: that would take seconds."""
+    """Check the packages for pages, figures, exports and other models without importing them, which takes seconds."""
     return [_check_package(*row) for row in PACKAGES]
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of one measurement: start a child, follow it, and turn its end into a result."""
+"""The parent's side of one measurement: start a child, watch it, and turn its ending into a result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def launch(
     worker: tuple[str, ...] = WORKER,
     environment: Mapping[str, str] | None = None,
 ) -> Result:
-    """Measure one spec in a process of its own. Whatever the child does is a result, unless the disk is full.
+    """Measure one spec in a process of its own. Every ending of the child becomes a result, unless the disk is full.
 
     `environment`: variables that the child has beside those of this process.
     """
@@ -110,7 +110,7 @@ def launch(
 def _follow(
     child: subprocess.Popen[str], spec: RunSpec, store: ResultStore, limits: Limits, on_progress: ProgressListener
 ) -> bool:
-    """Hand the child its request and wait for its end; True if it took too long."""
+    """Send the child its request and wait for its end; True if it took too long."""
     request = {
         "spec": spec.to_dict(),
         "output": str(store.path_of(spec.file_name).resolve()),
@@ -157,7 +157,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _oom_kills() -> int:
-    """Return how often the system has killed processes for lack of memory since boot; 0 if that is unknown."""
+    """Return how many processes the system has killed for lack of memory since boot; 0 if unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

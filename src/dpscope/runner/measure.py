@@ -1,7 +1,7 @@
 """Measurement of a run spec in the current process, with the function of its instrument in measurements/.
 
-Which instruments can work on this machine is found here too, and tracebacks of errors in the user's code: from their
-first frame on, without frames of dpscope.
+This module also finds the instruments that can work on this machine, and formats tracebacks of the user's code without
+frames of dpscope.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def details_of(error: BaseException, workload: WorkloadConfig) -> str:
 
 
 def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
-    """Return what went wrong in the user's workload; None if the fault was elsewhere."""
+    """Return the error in the user's workload; None if the fault was elsewhere."""
     if isinstance(error, SystemExit):  # its exit code would be taken for ours
         return f"{workload.name} ended Python (SystemExit {error.code}) where it should have returned"
     own = own_traceback(error, workload)
@@ -46,7 +46,7 @@ def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
 
 
 def own_traceback(error: BaseException, workload: WorkloadConfig) -> str | None:
-    """Format an error from the first of the user's frames on; None if no frame is theirs."""
+    """Format an error starting at the user's first frame; None if no frame is the user's."""
     if not isinstance(workload, CustomConfig):
         return None
     if isinstance(error, SyntaxError) and error.filename == workload.file:  # their code, though none of it ran
@@ -102,7 +102,7 @@ def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None 
 
 
 def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
-    """Measure a spec, or return a result that says why that failed. The traceback goes to standard error."""
+    """Measure a spec, or return a result with the reason for the failure. The traceback goes to standard error."""
     try:
         return measure(spec, progress, files)
     except Exception as error:
@@ -122,7 +122,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Choice:
-    """Instruments, and a sentence for each that is left out or cannot do all it could."""
+    """Instruments, and a sentence for each that is left out or limited."""
 
     instruments: tuple[str, ...]
     remarks: list[str] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Choice:
 
 
 def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
-    """Return the instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
+    """Return the instruments of a sweep: the requested names, or `all` that can work here."""
     names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
     if ALL not in names:
         return Choice(tuple(names))

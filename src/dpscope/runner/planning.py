@@ -45,9 +45,9 @@ def plan_sweep(
 ) -> Plan:
     """Plan a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), and `options` (`make_sweep`).
 
-    Settings in `SWEPT` (compile, gpus) may be lists. `instruments="all"` is every one that can work on this machine,
-    None is `COMPARE_INSTRUMENTS`; rows of several processes are then left to those that can look at them.
-    `for_other_machine` plans for a machine with a GPU, which this one need not be.
+    Settings in `SWEPT` (compile, gpus) may be lists. `instruments="all"` selects all that can work on this machine,
+    None selects `COMPARE_INSTRUMENTS`; rows of several processes then use only instruments that support them.
+    `for_other_machine` plans for a machine with a GPU, whether or not this one has a GPU.
     """
     config = find_workload(workload)
     device = "cuda" if for_other_machine else resolve_device(device)
@@ -133,7 +133,7 @@ def _can_be_seen(spec: RunSpec) -> bool:
 
 
 def _of_one_process(spec: RunSpec) -> RunSpec:
-    """Return the spec without `parallel` if it has one process: it is then the row of any other sweep."""
+    """Return the spec without `parallel` if it has one process, so that it equals the row of other sweeps."""
     return spec if spec.world_size > 1 else replace(spec, parallel=LATER_DEFAULTS["parallel"])
 
 

@@ -25,10 +25,10 @@ from dpscope.workloads.configs import CustomConfig
 
 
 def require_measurable(specs: Sequence[RunSpec], limits: Limits | None = None) -> None:
-    """Raise `UserError` if the workload cannot be trained, or not by a method that was asked for.
+    """Raise `UserError` if the workload cannot be trained, or a requested method cannot train it.
 
-    A model of dpscope's is built on torch's meta device, unless its config alone tells. The user's own takes one
-    ordinary step in a process of its own, so that a fault in it is found once and not in every row.
+    A built-in model is built on torch's meta device, unless its config suffices. The user's own model takes one
+    ordinary step in a separate process, so that a fault is reported once instead of in every row.
     """
     private = [spec for spec in specs if resolve_method(spec.method).private]
     smallest = min(private or specs, key=lambda spec: spec.batch_size * (spec.seq_len or 1))
@@ -103,7 +103,7 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
 
 
 def explain(spec: RunSpec) -> str | None:
-    """Explain what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
+    """Explain what is wrong with the user's workload; None if no fault was found before measuring."""
     from dpscope.runner.assembly import assemble
 
     try:

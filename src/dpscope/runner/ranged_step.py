@@ -1,10 +1,10 @@
 """The program that ncu and nsys look at: `python -m dpscope.runner.ranged_step SPEC [MORE]`, SPEC a run spec as JSON.
 
-It warms the trainer up, then runs between `cudaProfilerStart` and `cudaProfilerStop`. Its last line tells how it ended:
-`dpscope-outcome: {"status": …, "reason": …}`.
+It warms the trainer up, then runs between `cudaProfilerStart` and `cudaProfilerStop`. Its last line reports the
+outcome: `dpscope-outcome: {"status": …, "reason": …}`.
 
 **ncu**: exactly one step, run once a pass. MORE is a number of seconds after which the range is closed, wherever the
-step then is; if ncu goes on counting, the program ends, and ncu keeps what it has.
+step then is; if ncu continues to count, the program ends, and ncu keeps its counts.
 
 **nsys**: a few steps, each an NVTX range around its phases. MORE is `--keep-going`: train until ended, for recordings
 that are started by hand.
@@ -94,7 +94,7 @@ def _synchronise() -> None:
 
 @contextmanager
 def _profiled(seconds: float | None = None) -> Iterator[None]:
-    """Let the profiler record the block, or its first `seconds`."""
+    """Record the block, or its first `seconds`, with the profiler."""
     import torch
 
     ended = threading.Event()

@@ -119,7 +119,7 @@ def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> Values:
 
 
 def share_of_step(step: int, samples: int, rank: int, ranks: int) -> list[int]:
-    """Return the samples of a step: dealt out in even steps, all of them on one rank in odd ones."""
+    """Return this rank's samples of a step: distributed in even steps, all on one rank in odd steps."""
     if step % 2 == 0:
         return list(range(samples))[rank::ranks]
     return list(range(samples)) if rank == step % ranks else []

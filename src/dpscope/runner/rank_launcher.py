@@ -47,9 +47,9 @@ def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
 
 
 def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> None:
-    """Raise `RankEnded` unless every rank has figures: what a rank reports itself, or how it ended.
+    """Raise `RankEnded` unless every rank has figures; the reason is the rank's own report, or its exit code.
 
-    A rank that has lost another fails too: one that was killed is named before it.
+    If a rank was killed, others fail because of it, so the killed rank is named first.
     """
     told = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None and outcome["status"] != OK]
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
@@ -78,7 +78,7 @@ def rank_command(program: str, spec: RunSpec, *files: Path) -> list[str]:
 
 
 def end_rank(*, ok: bool) -> NoReturn:
-    """End this process at once: gloo's threads abort now and then when a process ends by itself."""
+    """Exit this process at once, because gloo's threads sometimes abort at a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ALL_OK if ok else SOME_NOT_OK)

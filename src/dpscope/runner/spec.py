@@ -34,6 +34,7 @@ class RunSpec(TrainerSettings):
         param_dtype: Number format of the weights: `fp32` or `bf16`.
         checkpoint_blocks: Recompute activations inside blocks in the backward pass.
         compile: Mode of torch.compile; `none` runs eagerly.
+        cuda_graph: Replay each step as one CUDA graph.
         accumulate: Batches that make one step.
         gpus: Processes that train the model together.
         parallel: How they hold it: `ddp`, `fsdp` or `hsdp`.
@@ -83,6 +84,8 @@ class RunSpec(TrainerSettings):
                 "--compile is of one process: leave out --gpus and --simulate-world, or measure them with --compile "
                 f"{EAGER}"
             )
+        if self.cuda_graph:
+            self._require_graphs()
         if self.gpus > 1 and self.simulate_world > 1:
             raise UserError("--simulate-world takes the place of other processes: leave out --gpus")
         if self.parallel == "hsdp" and self.world_size > 1 and self.world_size % 2:
@@ -92,6 +95,19 @@ class RunSpec(TrainerSettings):
                 f"weights in {self.param_dtype} are multiplied in {self.param_dtype}, not in {self.dtype}: add "
                 f"--dtype {self.param_dtype}, or leave out --param-dtype"
             )
+
+    def _require_graphs(self) -> None:
+        """Refuse what a CUDA graph cannot be taken of."""
+        if self.device == "cpu":
+            raise UserError("--cuda-graph needs a GPU, and this row runs on the CPU: leave it out")
+        if self.world_size > 1:
+            raise UserError("--cuda-graph is of one process: leave out --gpus and --simulate-world")
+        if self.compile not in (EAGER, "default"):
+            raise UserError(
+                f"--compile {self.compile} makes CUDA graphs itself: with --cuda-graph, use --compile default"
+            )
+        if self.instrument in ("ncu", "nsys"):
+            raise UserError(f"{self.instrument} looks at single launches: measure them without --cuda-graph")
 
     @property
     def settings(self) -> TrainerSettings:

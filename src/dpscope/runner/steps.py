@@ -18,7 +18,10 @@ from dpscope.runner.assembly import assemble
 from dpscope.runner.compilation import Compilation
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.graphed import EAGER_STEPS
 from dpscope.vocabulary.settings import EAGER
+
+STEPS_TO_CAPTURE = EAGER_STEPS + 1
 
 BEFORE_ANY_UPDATE = (
     "before any update: look for a division by zero, a logarithm of zero or an overflow in the model, the data and the "
@@ -43,6 +46,7 @@ class TrainingSteps:
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Take the steps before the measured ones; raise at the first loss that is not finite."""
         self.compile(progress)
+        self.capture(progress)
         for done in range(self._warmup):
             self()
             self.require_finite_losses()
@@ -61,6 +65,18 @@ class TrainingSteps:
             self.require_finite_losses()  # which waits for the device
 
         self.compilation = Compilation.of(step, self._spec.device, progress)
+
+    def capture(self, progress: Progress = no_progress) -> None:
+        """Take steps until they replay a CUDA graph, if the spec asks for one."""
+        for done in range(STEPS_TO_CAPTURE if self._spec.cuda_graph else 0):
+            self()
+            self.require_finite_losses()
+            progress("capturing", done + 1, STEPS_TO_CAPTURE)
+
+    @property
+    def is_opaque(self) -> bool:
+        """True if nothing can be seen of what a step does: it is compiled, or a CUDA graph."""
+        return self.compilation is not None or self._spec.cuda_graph
 
     def notes(self) -> list[Note]:
         """Return what a reader of the row's figures should know. Call it after all steps."""
@@ -86,7 +102,7 @@ class TrainingSteps:
             self._done += 1
 
     def require_finite(self) -> None:
-        """Check the losses, and the parameters after the last update. To be called after all figures are taken."""
+        """Check the losses, and the parameters after the last update. Call it after all measurements."""
         self.require_finite_losses()
         if name := _parameter_not_finite(self.trainer):
             raise MeasurementFailed(
@@ -106,7 +122,9 @@ class TrainingSteps:
         compiling = self.compilation.steps if self.compilation else 0
         if step < compiling or self._compiles_now:
             return f"step {step + 1} of compilation"
-        step -= compiling
+        step -= compiling + (STEPS_TO_CAPTURE if self._spec.cuda_graph else 0)
+        if step < 0:
+            return f"step {step + STEPS_TO_CAPTURE + 1} before the CUDA graph"
         if step < self._warmup:
             return f"warm-up step {step + 1}"
         return f"step {step - self._warmup + 1}" + (" after the warm-up" if self._warmup else "")
@@ -120,7 +138,7 @@ class TrainingSteps:
 
 
 def _parameter_not_finite(trainer: TrainerBase) -> str | None:
-    """Return the first such parameter's name. Only extremes are computed, which takes no memory of its size."""
+    """Return the first parameter that is not finite. Only extremes are computed, which needs no extra memory."""
     for name, parameter in trainer.model.named_parameters():
         values = parameter.detach()
         if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):

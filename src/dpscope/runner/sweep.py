@@ -1,8 +1,7 @@
 """Sweep over specs, each in a child process; `--resume` keeps finished rows that are still valid.
 
-What torch.compile makes is kept in a folder of the sweep's own, which is gone after it. The time instrument looks
-first, with an empty cache, so that seconds of compilation are those of a first run. Other instruments, and every pass
-of ncu, find what that row has compiled.
+The cache of torch.compile is a temporary folder of the sweep. The time instrument runs first, with an empty cache, so
+that it measures the compile time of a first run. Other instruments, and every pass of ncu, use that row's cache.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
-    """Return whether it is the same spec and environment, with a status that would come out the same again."""
+    """Return whether a result has the same spec and environment, and a status that would not change."""
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been fixed since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
@@ -99,7 +98,7 @@ def open_store(store: ResultStore, *, resume: bool, overwrite: bool) -> None:
 def run_sweep(
     specs: Sequence[RunSpec], store: ResultStore, *, resume: bool, limits: Limits, observer: SweepObserver
 ) -> list[Result]:
-    """Measure every spec; results in the order of `specs`. Finished rows outlive any interruption."""
+    """Measure every spec; results come in the order of `specs`. An interruption does not lose finished rows."""
     with store.locked(), compile_caches(specs) as environment_of:
         finished = finished_rows(store, specs) if resume else {}
         results = []

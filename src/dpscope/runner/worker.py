@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def refuse_in_child() -> None:
-    """Raise `UserError` in a child: it loads the user's script, which must not start another comparison."""
+    """Raise `UserError` in a child, which loads the user's script: it must not start another comparison there."""
     if os.environ.get(CHILD):
         from dpscope.errors import UserError
 
@@ -58,7 +58,7 @@ def refuse_in_child() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Return the real standard output, for events, and send all other prints to standard error."""
+    """Return the real standard output for events, and redirect all other prints to standard error."""
     os.environ[CHILD] = "1"
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

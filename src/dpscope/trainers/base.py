@@ -32,9 +32,9 @@ AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parame
 class TrainerBase(ABC):
     """Base of trainers: it owns a model and a method, and does `train_step(batch)`.
 
-    A subclass says how model and optimizer are prepared, and what a backward pass and an update are. For the memory
-    instrument it may also say what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the optimizer
-    applied, unless the update consumes it piece by piece (flash).
+    A subclass defines how model and optimizer are prepared, and the backward pass and the update. For the memory
+    instrument it may also declare what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the
+    optimizer applied, unless the update consumes it piece by piece (flash).
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
@@ -55,9 +55,14 @@ class TrainerBase(ABC):
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
         moment(OPTIMIZER_CREATED)
+        self._take = self.make_graphed() if settings.cuda_graph else self.take_step
 
     def train_step(self, *batches: Batch) -> Tensor:
         """Take one step on one batch, or on several that form a logical batch; return the detached mean loss."""
+        return self._take(*batches)
+
+    def take_step(self, *batches: Batch) -> Tensor:
+        """Do the same without a CUDA graph."""
         self.optimizer.zero_grad(set_to_none=True)
         first, *more = batches
         loss = self._differentiate(first)
@@ -69,13 +74,18 @@ class TrainerBase(ABC):
 
     def _differentiate(self, batch: Batch) -> Tensor:
         """Run the forward and backward pass of one batch; return its mean loss."""
+        losses = self.losses_of(batch)
+        self.backward(losses)
+        return losses.detach().mean()
+
+    def losses_of(self, batch: Batch) -> Tensor:
+        """Run the forward pass of one batch; return one loss per sample, (B,)."""
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         if self.checkpoints is not None:
             self.checkpoints.require_runs()
         require_loss_per_sample(losses)
-        self.backward(losses)
-        return losses.detach().mean()
+        return losses
 
     def require_model(self, model: nn.Module) -> None:  # noqa: B027
         """Raise `UserError` for a model that this method cannot train."""
@@ -92,6 +102,13 @@ class TrainerBase(ABC):
         raise UserError(
             f"{type(self).__name__} does not say that it can train a compiled model (its method compile()): compare "
             f"--methods standard,flash, or measure it with --compile {EAGER}"
+        )
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        """Return `take_step` as a function that replays a CUDA graph, for a method that can."""
+        raise UserError(
+            f"{type(self).__name__} does not say that its step can be a CUDA graph (its method make_graphed()): "
+            "compare --methods standard,flash, or measure it without --cuda-graph"
         )
 
     @abstractmethod
@@ -111,7 +128,7 @@ class TrainerBase(ABC):
         """Take one optimizer step from those gradients."""
 
     def accumulate(self) -> None:
-        """Keep those gradients for the step: another batch of the same logical batch follows.
+        """Keep the gradients for the step, because another batch of the same logical batch follows.
 
         An optimizer with Opacus's `signal_skip_step` clips and sums the batch without a step, as `BatchMemoryManager`
         makes loops do.
@@ -133,10 +150,10 @@ class TrainerBase(ABC):
         yield from model_holdings(self.plain_model, self.optimizer)
 
     def begin_measuring(self) -> None:  # noqa: B027  (most trainers do the same in every step)
-        """Leave out, from now on, work that is not part of every step."""
+        """Skip, from now on, work that is not part of every step."""
 
     def notes(self) -> list[Note]:
-        """Return what a reader of this row's figures should know about how the method trains this model."""
+        """Return notes for readers of this row's figures on how the method trains the model."""
         return []
 
     def noise_generator(self) -> torch.Generator:
@@ -153,11 +170,16 @@ class TrainerBase(ABC):
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         make: Callable[..., Optimizer] = getattr(torch.optim, OPTIMIZERS[self.settings.optimizer])
-        return make(parameters, lr=self.settings.learning_rate, **fastest_options(make, self.device.type))
+        options = fastest_options(make, self.device.type)
+        return make(parameters, lr=self.settings.learning_rate, **options, **self.optimizer_options(make))
+
+    def optimizer_options(self, optimizer: Callable[..., Optimizer]) -> dict[str, bool]:
+        """Return further options of the plain optimizer."""
+        return {}
 
 
 def fastest_options(optimizer: Callable[..., Optimizer], device: str) -> dict[str, bool]:
-    """Ask for the fused CUDA implementation, as ordinary training would: an honest denominator."""
+    """Return options for the fused CUDA implementation, which ordinary training would use: a fair baseline."""
     return {"fused": True} if device == "cuda" and "fused" in signature(optimizer).parameters else {}
 
 
@@ -189,7 +211,7 @@ def require_loss_per_sample(losses: object) -> None:
 
 
 def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None:
-    """Raise `UserError` unless the batch, which may be `accumulate` batches in one, has as many samples as was said."""
+    """Raise `UserError` unless the batch, which may be `accumulate` batches in one, has the expected samples."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     if not tensors:
         raise UserError("the workload's batch holds no tensor whose first dimension is the sample")

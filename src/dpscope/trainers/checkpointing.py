@@ -29,7 +29,7 @@ class Checkpoints:
         return nullcontext(), nullcontext()
 
     def require_runs(self) -> None:
-        """Raise `UserError` if blocks were found, but a forward pass went by their checkpoints."""
+        """Raise `UserError` if blocks were found, but a forward pass bypassed their checkpoints."""
         if not self.runs:
             raise UserError(
                 "the model's blocks ran without checkpoints: call model.train() for a Hugging Face model, call blocks "

@@ -55,7 +55,7 @@ def compile_obstacle(device: str) -> str | None:
 
 @contextmanager
 def must_compile() -> Iterator[None]:
-    """Raise `UserError` if nothing is compiled in here. What this process compiled before is forgotten."""
+    """Raise `UserError` if nothing is compiled inside the context. Earlier graphs of this process are dropped."""
     torch._dynamo.reset()
     before = CompileCounts.now()
     yield
@@ -74,7 +74,7 @@ def must_compile() -> Iterator[None]:
 
 
 def any_number_of_graphs() -> AbstractContextManager[object]:
-    """Let torch.compile make a graph for every shape: after a few it would run the model eager, and only log it."""
+    """Let torch.compile make a graph for every shape. By default it gives up after a few, and only logs it."""
     from torch._dynamo import config
 
     names = RECOMPILE_LIMITS if hasattr(config, RECOMPILE_LIMITS[0]) else CACHE_SIZE_LIMITS
@@ -83,14 +83,14 @@ def any_number_of_graphs() -> AbstractContextManager[object]:
 
 
 def eager_calls() -> AbstractContextManager[object]:
-    """Run compiled models eagerly, for instruments that look at operators: a graph has none."""
+    """Run compiled models eagerly, for instruments that observe operators, which a graph does not have."""
     context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return context
 
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """Graphs that torch.compile has made, and places where it could not go on with one."""
+    """Number of graphs that torch.compile has made, and of graph breaks."""
 
     graphs: int
     breaks: int

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.flash import make_graphed_step
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.gradients.contributions import Kept, Saved, Summed
 from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
@@ -14,11 +15,13 @@ from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
+from dpscope.trainers.graphed import PrivateGraph
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
+from dpscope.workloads.workload import Batch
 
 OPAQUE = "opaque modules"
 
@@ -46,14 +49,14 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
 
 
 def memory_limit(setting: str) -> MemoryLimit:
-    """Return the engine's word for the setting of a row."""
+    """Return the engine's value for a row's memory setting."""
     if setting == "auto":
         return None
     return LEAN if setting == LEAN else float(setting) * 2**30
 
 
 class DPFlashClippingTrainer(StandardTrainer):
-    """Exact clipping by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
+    """Exact clipping by `dpscope.flash`: norms from the recorded backward pass, then one sum for each layer."""
 
     optimizer: DPFlashOptimizer
 
@@ -77,15 +80,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine.rehearsals.schedule.pause()
 
     def notes(self) -> list[Note]:
-        return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
-
-    def _note_on_blocks(self) -> list[Note]:
-        """Return a note if a memory budget does not apply to checkpointed blocks."""
-        blocks = self.engine.blocks
-        if blocks is None or not blocks.always_held or not blocks.choices.rows:
-            return []
-        sentence = f"The memory budget does not apply to checkpointed blocks: {blocks.always_held}."
-        return [{"topic": "checkpointed blocks", "sentence": sentence}]
+        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
 
     def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)
@@ -114,6 +109,12 @@ class DPFlashClippingTrainer(StandardTrainer):
         )
         private.add_noise = in_phase(NOISE, private.add_noise)  # type: ignore[method-assign]
         return private
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        return PrivateGraph(make_graphed_step(self._loss_of, self.optimizer))
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        return self.losses_of(batch).mean()
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):

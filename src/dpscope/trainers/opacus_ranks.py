@@ -68,7 +68,7 @@ def _require_untied(model: nn.Module) -> None:
 
 
 def _require_copyable(model: nn.Module) -> None:
-    """Refuse shards in a module that Opacus has no rule for and copies: they have no copy."""
+    """Refuse shards in a module without a rule: Opacus copies such modules, and shards cannot be copied."""
     rules = get_gsm_class("ghost_fsdp")
     for name, module in trainable_modules(model):
         below = (each for each in module.modules() if each is not module)

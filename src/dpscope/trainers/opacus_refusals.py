@@ -1,9 +1,9 @@
 """Models that Opacus cannot train, each with a sentence that names the module and what to write instead.
 
-Three moments show it: the model before it is wrapped (`require_supported`), the first call of each hooked module
-(`CallWatch`), and the errors that Opacus then raises (`refusals`). Calls matter because Opacus's hooks see positional
-arguments alone, and run a module without a rule again under torch.func.vmap with its first argument: a mask or a flag
-is left out without an error.
+It is checked at three moments: before the model is wrapped (`require_supported`), at the first call of each hooked
+module (`CallWatch`), and in the errors that Opacus raises (`refusals`). Calls matter because Opacus's hooks see
+positional arguments alone, and run a module without a rule again under torch.func.vmap with its first argument: a mask
+or a flag is left out without an error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def require_supported(model: nn.Module) -> None:
 
 
 class CallWatch:
-    """Watch on the first call of each hooked module; it refuses inputs that Opacus would not see."""
+    """Check of the first call of each hooked module; it refuses inputs that Opacus would not see."""
 
     def __init__(self, wrapped: GradSampleModule, model: nn.Module) -> None:
         self._rules = wrapped.GRAD_SAMPLERS
@@ -98,7 +98,7 @@ class CallWatch:
                 self._handles += self._watch(names[module], module)
 
     def require_batch_first(self, samples: int) -> None:
-        """Raise `UserError` if a module saw another number of samples than the loss has; look at no further call."""
+        """Raise `UserError` if a module saw another number of samples than the loss, and stop watching."""
         self.close()
         for called, shape in self._sizes.items():
             if not shape or shape[0] != samples:

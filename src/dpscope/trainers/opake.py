@@ -1,8 +1,8 @@
 """opake (PyPI): per-sample gradients by `vmap(grad)`, functional.
 
-As its README runs it: `clipped_grad` of a loss of one sample, `gaussian_noise` on what it gives; its patches for models
-of Hugging Face. The update is torch's own, as for every other method here. Compiled as its own trainer compiles: the
-gradient of a batch as one graph.
+As its README runs it: `clipped_grad` of one sample's loss, then `gaussian_noise`, with its patches for Hugging Face
+models. The update is torch's own, as for every other method here. Compiled as its own trainer compiles: the gradient of
+a batch as one graph.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OpakeTrainer(TrainerBase):
 
 
 def _patch(model: nn.Module) -> None:
-    """Give a model of Hugging Face opake's wrappers and kernels. Families without any run unchanged."""
+    """Apply opake's wrappers and kernels to a Hugging Face model. Families without any run unchanged."""
     if type(model).__module__.partition(".")[0] in ("transformers", "peft"):
         from opake.exceptions import ConfigurationError
         from opake.patches import apply_model_patches, apply_runtime_patches

@@ -34,7 +34,7 @@ def policy_of(settings: TrainerSettings, **more: Any) -> MixedPrecisionPolicy:
 
 
 def _reduced_alone(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Reduce for DDP in a simulated world, whose collectives return nothing to wait for."""
+    """Reduce gradients for DDP in a simulated world, whose collectives return immediately."""
     dist.all_reduce(buffer)
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     done.set_result(buffer)

@@ -78,7 +78,9 @@ class PrivacyArguments:
         if self.logical_batch_size is not None and self.logical_batch_size < 1:
             raise UserError(f"logical_batch_size must be at least 1, not {self.logical_batch_size}")
         noise = {"target_epsilon": self.target_epsilon, "noise_multiplier": self.noise_multiplier}
-        return PrivacyBudget(accountant, delta=self.target_delta, **noise)
+        budget = PrivacyBudget(accountant, delta=self.target_delta, **noise)
+        budget.doubt_delta(samples)
+        return budget
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Work of a private trainer between the steps of the Trainer's own loop, and its check of the first step.
 
-The check: what should move moves, and nothing else does. Noise moves every trained parameter, so a run can look alive
-while no gradient reaches some of it: an adapter that is not active, a head that the loss does not use. And a frozen
-weight that moves has no privacy at all. (Where no gradient reaches anything, the engine itself refuses the step.)
+The check: all trained parameters move, and nothing else does. Noise moves every trained parameter, so a run can seem to
+train while no gradient reaches some of them: an adapter that is not active, a head that the loss does not use. And a
+frozen weight that moves has no privacy at all. (Where no gradient reaches anything, the engine itself refuses the
+step.)
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ NAMED = 3
 
 
 class FirstStep:
-    """The parameters of a private model around the first step with a learning rate."""
+    """Check of a private model's parameters before and after the first step with a learning rate."""
 
     def __init__(self, optimizer: DPFlashOptimizer) -> None:
         self.optimizer = optimizer
@@ -81,11 +82,11 @@ class FirstStep:
         self._before: dict[str, Tensor] | None = None
 
     def see_backward(self) -> None:
-        """Note which parameters the backward passes so far have reached; before a step."""
+        """Record which parameters the backward passes have reached. Call it before the step."""
         self.reached |= {slot.parameter for slot, _ in self.optimizer.engine.contributions()}
 
     def begin(self) -> None:
-        """Remember a few elements of every parameter; before the update."""
+        """Copy a few elements of every parameter. Call it before the update."""
         moving = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
         self._before = self._look() if moving else None
 

@@ -1,7 +1,7 @@
 """A loader that gives one Poisson draw at a time, as a list of physical batches.
 
 The Trainer takes one item of a loader for one step. So an item is the whole draw of a step, cut into batches that fit
-into memory. Draws depend on a seed and the epoch alone: a resumed run leaves out those that were trained on.
+into memory. Draws depend on a seed and the epoch alone: a resumed run skips the draws that were used.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DrawDataset(WrappedDataset):
     """A data set that reads the physical batches of a draw."""
 
     def __getitems__(self, parts: Parts) -> list[Any]:
-        """Return the samples of each part; torch's loader calls this with what the sampler gives."""
+        """Return the samples of each part; torch's loader calls this with an item of the sampler."""
         read = getattr(self.dataset, "__getitems__", None)
         return [self.samples_at(part) if read is None or not part else read(part) for part in parts]
 

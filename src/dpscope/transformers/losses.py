@@ -21,7 +21,7 @@ _SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImage
 
 
 def task_model(model: nn.Module) -> nn.Module:
-    """Return the model that knows its task: without wrappers of DDP, torch.compile and PEFT."""
+    """Return the task model inside the wrappers of DDP, torch.compile and PEFT."""
     for name in ("module", "_orig_mod"):
         model = getattr(model, name, model)
     base = getattr(model, "get_base_model", None)
@@ -49,7 +49,7 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Return whether logits of a position are about the next token."""
+    """Return whether the logits of a position predict the next token."""
     config = getattr(model, "config", None)
     return type(model).__name__.endswith(_SHIFTING) and not getattr(config, "is_encoder_decoder", False)
 

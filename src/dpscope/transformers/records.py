@@ -1,7 +1,7 @@
-"""privacy.json in a Trainer's checkpoint: the spent privacy, and what a resumed run needs to go on.
+"""privacy.json in a Trainer's checkpoint: the spent privacy, and the state a resumed run needs.
 
-It tells which samples were drawn (the seed): anyone who has it can tell who took part in which step, and
-privacy by sampling is lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.
+It holds the seed of the draws: anyone who has it knows who took part in which step, and the privacy of sampling is
+lost. Keep checkpoints; publish the model that `save_model` writes, which has no such file.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from dpscope.accelerate import PrivateAcceleratedOptimizer
+from dpscope.batches import batch_size_of
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
@@ -95,7 +97,7 @@ class PrivateTrainerMixin(_Host):
         self.add_callback(PrivacyCallback(self))
 
     def _refuse_other_losses(self) -> None:
-        """Raise UserError for a loss that is not one of each sample's labels: one's own, that of DPO or of rewards."""
+        """Raise UserError for losses that are not computed from each sample's labels, as in DPO or reward models."""
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
         place = owners.index(PrivateTrainerMixin)
         hidden = [kind for kind in owners[place + 1 :] if kind.__name__ not in ("Trainer", "SFTTrainer")]
@@ -106,7 +108,12 @@ class PrivateTrainerMixin(_Host):
             )
 
     def _refuse_model(self) -> None:
-        """Raise UserError for a model whose loss of each sample is not known."""
+        """Raise UserError for a model that has nothing to train, or whose loss of each sample is not known."""
+        if self.model_init is None and not any(each.requires_grad for each in self.model.parameters()):
+            raise UserError(
+                "all parameters of the model are frozen, so there is nothing to train: set requires_grad_(True) on "
+                "some, or add an adapter (peft.get_peft_model)"
+            )
         if getattr(getattr(task_model(self.model), "config", None), "output_router_logits", False):
             raise UserError(
                 "the router loss of experts is one of the whole batch: set model.config.output_router_logits=False"
@@ -212,6 +219,7 @@ class PrivateTrainerMixin(_Host):
             if hasattr(private.original_optimizer, name):
                 setattr(private, name, getattr(private.original_optimizer, name))
         self._optimizer = accelerated.optimizer = private
+        accelerated.__class__ = PrivateAcceleratedOptimizer
         self._private_model = self.model
         self._first_step = FirstStep(private)
         self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
@@ -292,6 +300,8 @@ class PrivateTrainerMixin(_Host):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         real = real_rows(inputs)
         losses = self.sample_losses(model, inputs)
+        if self._has_own_losses:
+            check_losses(losses, batch_size_of(inputs), "sample_losses")
         self._losses.append(losses.detach()[:real].float())
         return losses.sum() / max(len(losses), 1)
 
@@ -319,11 +329,11 @@ class PrivateTrainerMixin(_Host):
         if self.compute_loss_func is None:
             assert labels is not None
             return sample_losses(model, outputs, labels, smoothing=self.args.label_smoothing_factor)
-        rows = len(labels if labels is not None else next(iter(rest.values())))
-        return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
+        losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        return check_losses(losses, batch_size_of(inputs), "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return the operations of a draw. The Trainer counts the parameters each time; here it is once."""
+        """Return the operations of a draw. The Trainer counts the parameters each time; here they are counted once."""
         if not isinstance(inputs, StepDraw):
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -337,7 +347,7 @@ class PrivateTrainerMixin(_Host):
             super()._track_num_input_tokens(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Leave gradients alone: each sample's was clipped."""
+        """Do nothing, because each sample's gradient was clipped."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Return nothing: `log` has the norms of samples."""
@@ -356,7 +366,7 @@ class PrivateTrainerMixin(_Host):
         super().log(logs, *rest, **keywords)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Load as the Trainer does, and the noise of a sharded optimizer, which torch leaves out, from its own file."""
+        """Load as the Trainer does, and a sharded optimizer's noise, which torch leaves out, from its own file."""
         private = self._optimizer
         if checkpoint is None or private is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -388,7 +398,7 @@ class PrivateTrainerMixin(_Host):
                 torch.save(noise, folder / NOISE_FILE)
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
-        """Refuse: every trial spends privacy on the same data, and the sum would not be counted."""
+        """Refuse, because every trial spends privacy on the same data, and the sum would not be counted."""
         raise UserError(
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"

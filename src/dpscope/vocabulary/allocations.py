@@ -3,7 +3,7 @@
     @allocates(GRADIENTS, "aten::mv")
     def sum_rows(...): ...
 
-It belongs to the function and not to its name: a function may be renamed, moved or wrapped.
+It is attached to the function, not to its name: a function may be renamed, moved or wrapped.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def allocates(component: str, *operators: str) -> Callable[[F], F]:
 
 
 def component_of(function: CodeType | None, operator: str) -> str | None:
-    """Return what `function` has declared its calls of `operator` to make."""
+    """Return the component that `function` declared for its calls of `operator`."""
     return None if function is None else _components.get((function, operator))

@@ -54,12 +54,12 @@ _BY_KEY = {component.key: component for component in COMPONENTS}
 
 
 def component_named(key: str) -> Component:
-    """Return the component of a key; one that a user's own rule named is called by its name."""
+    """Return the component of a key; a component of a user's own rule is labelled by its name."""
     return _BY_KEY.get(key) or Component(key, key.replace("_", " "))
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Return the components in the order of stacking: the known ones, users' own, and the rest."""
+    """Return the components in stacking order: the known ones, users' own, and the rest."""
     places = {key: place for place, key in enumerate(KEYS)}
     last = places[UNATTRIBUTED]
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))

@@ -12,7 +12,7 @@ from dpscope.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps to skip, then `repeat` cycles of waiting, warming the profiler up, and recording."""
+    """Schedule of steps: skip some, then `repeat` cycles of waiting, warming up the profiler, and recording."""
 
     skip_first: int = 0
     wait: int = 0
@@ -26,7 +26,7 @@ class Schedule:
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)
 
     def to_torch(self) -> Callable[[int], Any]:
-        """Return what `torch.profiler.profile(schedule=…)` takes."""
+        """Return the schedule for `torch.profiler.profile(schedule=…)`."""
         from torch.profiler import schedule
 
         return schedule(**asdict(self))
@@ -67,7 +67,7 @@ class Option:
     metavar: str | None = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value, checked. Without a check it has to be the default or of the default's type."""
+        """Return the validated value. An option without a check accepts its default, or a value of the same type."""
         if value is self.default:
             return value
         if self.check is not None:
@@ -174,7 +174,7 @@ INSTRUMENTS: dict[str, Instrument] = {
 
 
 def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what differs from the instrument's defaults, in its order: equal requests are equal specs."""
+    """Return the options that differ from their defaults, in a fixed order: equal requests are equal specs."""
     known = INSTRUMENTS[instrument].options
     if foreign := sorted(set(options) - set(known)):
         allowed = f"it knows {', '.join(known)}" if known else "it has none"

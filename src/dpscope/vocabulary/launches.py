@@ -1,8 +1,8 @@
 """Kernels that torch's dispatcher does not see, announced to listeners.
 
-A hand-written kernel gets bare pointers, so no dispatch mode learns what it moves. Announce its launch here:
-which tensors are read and written in full, and how many floating-point operations are done. Without a listener a launch
-costs one look at an empty list.
+A hand-written kernel gets bare pointers, so no dispatch mode learns what it moves. Its launch is announced here: the
+tensors that are read and written in full, and the floating-point operations. Without a listener a launch costs one look
+at an empty list.
 """
 
 from __future__ import annotations

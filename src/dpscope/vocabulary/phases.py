@@ -72,7 +72,7 @@ def listening(listener: PhaseListener) -> Iterator[None]:
 
 
 def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` with each call a phase: for functions of other libraries."""
+    """Return `function` with each call marked as a phase, for functions of other libraries."""
 
     @wraps(function)
     def announced(*args: P.args, **kwargs: P.kwargs) -> R:

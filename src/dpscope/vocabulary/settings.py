@@ -21,6 +21,7 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
 CLIPPING_RULES = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
+SWITCHED = {"off": False, "on": True}  # what the flag of a switch that a sweep may vary is given
 EAGER = "none"
 CUDA_GRAPHS = "reduce-overhead"
 # mode of torch.compile -> what reports call a row that ran so
@@ -38,13 +39,16 @@ FIRST_SETTINGS = (
     *("warmup", "steps", "seed", "device"),
 )
 
+# How the same step may run: eager with these, which is what compiled and captured rows are also compared with.
+EAGERLY = {"compile": EAGER, "cuda_graph": False}
+
 # Where another value makes another row: always, only within one sweep (`report --against` pairs such rows), or never.
 EVERYWHERE, WITHIN_A_SWEEP, NOWHERE = "everywhere", "within a sweep", "nowhere"
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A check for words. `aliases`: other words for them, as people write them."""
+    """A check for words. `aliases`: other spellings that people use."""
 
     what: str
     allowed: tuple[str, ...]
@@ -64,13 +68,14 @@ class Switch:
     what: str
 
     def __call__(self, value: object) -> bool:
-        if not isinstance(value, bool):
+        named = SWITCHED.get(value, value) if isinstance(value, str) else value
+        if not isinstance(named, bool):
             raise UserError(f"{self.what} must be True or False, not {value!r}")
-        return value
+        return named
 
 
 def memory_budget(value: object) -> str:
-    """Return a check for what flash clipping may hold: a word, or a number of GiB as people write it."""
+    """Return a check for the memory budget of flash clipping: a word, or a number of GiB."""
     if value in MEMORY_BUDGETS:
         return str(value)
     try:
@@ -119,7 +124,7 @@ class SettingField:
         return spec.get(self.name, self.default)
 
     def cell(self, spec: Mapping[str, Any]) -> str:
-        """Return that value for a table."""
+        """Return the setting's value for a table."""
         return self._shown(self.of(spec), on="yes", off="no")
 
     def in_words(self, spec: Mapping[str, Any]) -> str:
@@ -135,13 +140,13 @@ class SettingField:
 
 
 def setting(default: Any, *about: Any, **more: Any) -> Any:
-    """Return a field of `TrainerSettings`; what follows the default are fields of `SettingField`."""
+    """Return a field of `TrainerSettings`. Arguments after the default are fields of `SettingField`."""
     return field(default=default, metadata={"setting": SettingField(*about, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """Settings of a step, whatever the method: how it is made and how often it is taken."""
+    """Settings of a step that all methods share: how it is built and how often it runs."""
 
     # expected samples in a (physical) batch; the noisy sum of a step is divided by `logical_batch_size`
     batch_size: int = field(metadata={"setting": SettingField(numbers.BATCH_SIZE)})
@@ -170,6 +175,14 @@ class TrainerSettings:
         words="{}",
         heading="Model runs",
         values=COMPILE_MODES,
+        several=True,
+    )
+    cuda_graph: bool = setting(
+        False,
+        Switch("cuda graph"),
+        "Replay steps as one CUDA graph (standard, flash); --cuda-graph off,on measures both.",
+        label="CUDA graph",
+        heading="Steps as a CUDA graph",
         several=True,
     )
     accumulate: int = setting(
@@ -250,7 +263,7 @@ class TrainerSettings:
         return max(self.gpus, self.simulate_world)
 
     def checked(self) -> dict[str, Any]:
-        """Return every setting, checked and converted, so that 1, 1.0 and NumPy's 1 have one digest."""
+        """Return every setting, checked and converted, so that 1, 1.0 and NumPy's 1 have the same digest."""
         return {name: each.check(getattr(self, name)) for name, each in SETTINGS.items()}
 
     def written(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _BY_NAME = {status.name: status for status in STATUS_TABLE}
 
 
 def status_named(name: str) -> Status:
-    """Return the status of a result; one that this version does not know is called by its name."""
+    """Return the status of a result; an unknown one is labelled by its name."""
     return _BY_NAME.get(name) or Status(name, f"ended as {name}", f"ended as {name}", name)
 
 

@@ -43,7 +43,7 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
 
 
 def _load_module(config: CustomConfig) -> ModuleType:
-    """Load a file as `python FILE.py` would, so that it finds its neighbours."""
+    """Load a file as `python FILE.py` would, so that it can import its neighbours."""
     if str(config.import_root) not in sys.path:
         sys.path.insert(0, str(config.import_root))
     if config.module is not None:

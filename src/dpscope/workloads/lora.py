@@ -51,7 +51,7 @@ def _require_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 
 def _adaptable(model: nn.Module) -> str:
-    """Return the last parts of the names of modules that hold a matrix, each once: what people give as targets."""
+    """Return the last name parts of modules that hold a matrix, each once: the names that people give as targets."""
     found = dict.fromkeys(
         name.rpartition(".")[2]
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The contract between what is trained and how it is trained."""
+"""The contract between a workload and the methods that train it."""
 
 from __future__ import annotations
 

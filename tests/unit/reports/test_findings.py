@@ -32,7 +32,7 @@ def test_a_doubtful_time_is_no_cost(make_result):
     timing = {**result.timing, "step_ms": [500.0, 500.0]}
     found = findings_of(make_result(), replace(result, timing=timing))
     doubtful = [finding for finding in found if finding.sure == "doubtful"]
-    assert [finding.statement for finding in doubtful] == ["no verdict on the time of flat"]
+    assert [finding.statement for finding in doubtful] == ["No verdict on the time of flat"]
     assert doubtful[0].cost is None and "--steps" in doubtful[0].advice
 
 

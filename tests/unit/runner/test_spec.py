@@ -167,6 +167,7 @@ CHANGES = {
     "param_dtype": "bf16",  # which needs the dtype, too
     "checkpoint_blocks": True,
     "compile": "default",
+    "cuda_graph": True,  # which needs the device, too
     "accumulate": 2,
     "gpus": 2,
     "parallel": "fsdp",
@@ -186,7 +187,7 @@ CHANGES = {
 
 
 def test_changing_any_one_field_changes_the_digest_and_the_file_name(make_spec):
-    needs = {"param_dtype": {"dtype": "bf16"}}
+    needs = {"param_dtype": {"dtype": "bf16"}, "cuda_graph": {"device": "cuda"}}
     variants = [make_spec(), *(make_spec(**{name: value, **needs.get(name, {})}) for name, value in CHANGES.items())]
     assert {field.name for field in fields(RunSpec)} - {"instrument", "options"} == set(CHANGES)
     assert len({spec.digest for spec in variants}) == len(variants)

@@ -213,6 +213,15 @@ def test_a_loss_of_ones_own_gives_one_loss_for_each_sample(tmp_path):
         mean.train()
 
 
+def test_overridden_losses_that_are_not_one_for_each_sample_are_refused(tmp_path):
+    class Mean(PrivateTrainer):
+        def sample_losses(self, model, inputs):
+            return super().sample_losses(model, inputs).mean()
+
+    with pytest.raises(UserError, match="sample_losses has to give one loss for each sample"):
+        private_trainer(tmp_path, kind=Mean).train()
+
+
 def test_privacy_arguments_can_be_fields_of_the_training_arguments(tmp_path):
     parser = HfArgumentParser(PrivateTrainingArguments)
     line = f"--output_dir {tmp_path} --target_epsilon 2 --target_delta 1e-3 --use_cpu --max_steps 2 --report_to none"
@@ -303,6 +312,21 @@ def test_a_trainer_is_not_made_with_such_a_setting(tmp_path, settings, sentence)
 def test_privacy_that_is_not_said_is_asked_for(tmp_path, changed, sentence):
     with pytest.raises(UserError, match=sentence):
         private_trainer(tmp_path, **changed)
+
+
+def test_a_target_that_no_noise_reaches_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no noise reaches target_epsilon=0.0001 .* give a larger target_epsilon"):
+        private_trainer(tmp_path, target_epsilon=1e-4).train()
+
+
+def test_a_delta_that_promises_little_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match=r"target_delta=0.5 is not below 1 / 48 samples.* such as 2e-03"):
+        private_trainer(tmp_path, target_delta=0.5)
+
+
+def test_a_frozen_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is nothing to train"):
+        private_trainer(tmp_path, model=small_llama().requires_grad_(False))
 
 
 def test_streamed_data_are_refused(tmp_path):

@@ -4,6 +4,9 @@
     | ---------- | ---------------------------------- | ------------------------------------------------- |
     | held       | x and g of its layers              |                                                   |
     | recomputed | its input, its outputs' gradients  | one forward, one backward                         |
+    | summed     | the clipped sums of its layers     |                                                   |
+
+A block is summed if the clipping rule's groups lie inside it (`per_layer`), so that its factors need no other layer.
 
 When a micro-batch is closed, all held layers are summed before any block runs again, so sums take the place of x and g.
 The backward pass is therefore what decides. It reaches the blocks one after the other, and takes, besides what is live
@@ -29,7 +32,7 @@ from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.gradients.explanation import BlockRow
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
 
-IS_HELD, IS_RECOMPUTED = "held", "recomputed"
+IS_HELD, IS_RECOMPUTED, IS_SUMMED = "held", "recomputed", "summed"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class BlockChoices:
         self._choices: dict[int, tuple[str, str]] = {}  # the last ones
         self._reached: set[int] = set()  # by backward, in this micro-batch
         self._leanest_to_come = 0
+        self._apart: dict[int, Any] = {}  # blocks whose parameters are used nowhere else, and their samples' shape
+        self._across: set[int] = set()  # blocks of which a group of the clipping rule has only a part
         self._shared: dict[int, str] = {}  # blocks whose parameters are used elsewhere, too
         self._layers: set[tuple[int, str]] = set()
         self._names: dict[int, list[str]] = {}  # what the names of their layers have in common
@@ -101,6 +106,25 @@ class BlockChoices:
         """Hold the block, from now on always."""
         self._shared[index] = why
         self.hold(index, why)
+
+    def sum_at_once(self, index: int) -> bool:
+        """Sum the block in backward, unless its parameters, or their groups, are elsewhere, too."""
+        if index in self._shared or index in self._across:
+            return False
+        self._choices[index] = (IS_SUMMED, "its factors need no other layer: the clipping rule has groups inside it")
+        return True
+
+    def recompute_across(self, index: int) -> None:
+        """Note that groups of the clipping rule have layers of this block and others: it is not summed from now on."""
+        self._across.add(index)
+        self._choices[index] = (IS_RECOMPUTED, "a group of the clipping rule has other layers, too")
+
+    def is_apart(self, index: int, shape: Any) -> bool:
+        """Return whether the block's parameters were used nowhere else when it had samples of that shape."""
+        return index in self._apart and self._apart[index] == shape
+
+    def note_apart(self, index: int, shape: Any) -> None:
+        self._apart[index] = shape
 
     def begin_micro_batch(self) -> None:
         self._reached.clear()

@@ -1,14 +1,15 @@
 """Checkpointed blocks run again when a micro-batch is closed: their layers' contributions are summed where they arrive.
 
 No weight changes before the last block has run: sums are handed out afterwards. Random states, buffers and attributes
-of the model are put back.
+of the model are put back. If the model is sharded, all ranks gather the weights of a block that any of them runs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.rehearsal_run import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.step_state import Recorded
@@ -30,16 +32,119 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.taps import Engine
 from dpscope.random_states import cuda_devices
 
-# Sums of what is held are made in pieces of about this size: they are there before the x and g of the piece are free.
-HELD_GROUP_BYTES = 1 << 27
+TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
+Finished = tuple[BlockPass, Tail, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
+
+
+class Reruns:
+    """Blocks to run again in one closing: of this process, or of any rank over which the model is sharded.
+
+    Parameters of `clashing` blocks were used outside their block or in several passes: the norm is that of all uses, so
+    these blocks run before norms are taken, and are held.
+    """
+
+    def __init__(self, blocks: BlockReruns, passes: list[BlockPass], recorded: Recorded) -> None:
+        self._blocks = blocks
+        uses = Counter(slot for slot, parts in recorded if parts)
+        uses.update(slot for each in passes for slot in each.slots)
+        clashing = [each for each in passes if any(uses[slot] > 1 for slot in each.slots)]
+        for each in clashing:
+            name = next(slot.name for slot in each.slots if uses[slot] > 1)
+            blocks.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
+            if not each.keeps_boundary:
+                raise UserError(
+                    f"{name} is used elsewhere, too, after the sums of its checkpointed block were made, as in no step "
+                    "before: use it in the same places in every step, or leave memory_budget at None"
+                )
+            each.sums = []
+        self.passes = [each for each in passes if each not in clashing]
+        self._summed = [each for each in self.passes if each.sums]
+        for each in self._summed:
+            blocks.choices.note_apart(each.index, each.shape)
+        self._clashing = _numbered(clashing)
+        self._own = _numbered([each for each in self.passes if not each.sums])
+        names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
+        self._orders = names if blocks.sharded is None else blocks.sharded.agree_on_reruns(names)
+
+    def __bool__(self) -> bool:
+        """Return True if a block is to run again for its sums, on any rank."""
+        return bool(self._orders[1])
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest sensitivity of sums that were made in backward: the rule's bounds may have changed since."""
+        return max((each.sensitivity for each in self._summed), default=0.0)
+
+    def made(self, into: RunningSum | None) -> SumBatch:
+        """Return the sums that were made in backward, added to running sums."""
+        made = SumBatch([], [], None)
+        for batch in (batch for each in self._summed for batch in each.sums):
+            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+                before = into(parameter) if into else None
+                made.parameters.append(parameter)
+                made.tensors.append(total if before is None else before.add_(total))
+        self._summed = []
+        return made
+
+    def hold_clashing(self, recorded: Recorded) -> None:
+        """Run the clashing blocks, and add what their layers leave to what is recorded."""
+        held = dict(recorded)
+
+        def hold(left: Left) -> None:
+            for slot, contributions in left.items():
+                held[slot].extend(contributions)
+
+        if self._orders[0]:
+            with self._blocks.running(list(self._clashing.values()), None) as run:
+                for number, names in self._orders[0].items():
+                    run(self._clashing.get(number), names, hold)
+
+    @contextmanager
+    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., SumBatch]]:
+        """Give a function that runs the blocks of some parameters (all, if none are given) and returns their sums."""
+        waiting = dict(self._orders[1])
+        found = SumBatch([], [], None)
+
+        def add_up(left: Left) -> None:
+            assert micro is not None
+            rules = self._blocks.engine.path_rules
+            slots = list(left)
+            parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
+            left.clear()
+            for batch in micro.sums_of_others(slots, parts, into):
+                found.parameters.extend(batch.parameters)
+                found.tensors.extend(batch.tensors)
+
+        with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
+
+            def of(names: Collection[str] | None = None) -> SumBatch:
+                for number in [n for n, inside in waiting.items() if names is None or not inside.isdisjoint(names)]:
+                    run(self._own.get(number), waiting.pop(number), add_up)
+                return found
+
+            yield of
+
+
+def _numbered(passes: Sequence[BlockPass]) -> dict[tuple[int, int], BlockPass]:
+    """Return the passes by number, alike on all ranks: the block's place in the forward, and its how-many-th pass."""
+    seen: Counter[int] = Counter()
+    found = {}
+    for each in passes:
+        seen[each.index] += 1
+        found[each.index, seen[each.index]] = each
+    return found
 
 
 class BlockReruns:
-    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again."""
+    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again.
 
-    def __init__(self, engine: Engine, choices: BlockChoices) -> None:
+    sharded  the ranks over which the model is sharded
+    """
+
+    def __init__(self, engine: Engine, choices: BlockChoices, sharded: Ranks | None) -> None:
         self.engine = engine
         self.choices = choices
+        self.sharded = sharded
         self.devices = cuda_devices(engine.model)
         self.take: Callable[[Slot, Contribution], None] | None = None
         self._weights: list[tuple[nn.Parameter, int]] = []
@@ -68,68 +173,52 @@ class BlockReruns:
     def _rounding_now(self) -> float:
         return operand_rounding(next(iter(self.engine.parameters)).device)
 
-    def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
-        """Return the passes whose norms are those of their parameters. Run the others again now, and hold them.
+    def names_in(self, each: BlockPass) -> set[str]:
+        """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
+        inside = () if self.sharded is None or each.module is None else each.module.parameters()
+        return {slot.name for slot in each.slots}.union(self.engine.slot(parameter).name for parameter in inside)
 
-        A parameter may have been used outside its block or in several passes: the norm is then that of all uses.
+    @contextmanager
+    def running(
+        self, passes: Sequence[BlockPass], finite: Tensor | None
+    ) -> Iterator[Callable[[BlockPass | None, Collection[str], TakeLayers], None]]:
+        """Give a function that runs one of the blocks; then refuse blocks that gave their layers other gradients.
+
+        The function takes None where only other ranks run the block. `finite`: samples that have a share, if known.
         """
-        held = dict(recorded)
-        uses = Counter(slot for slot, parts in recorded if parts)
-        uses.update(slot for each in passes for slot in each.slots)
-        clashing = [each for each in passes if any(uses[slot] > 1 for slot in each.slots)]
-        for each in clashing:
-            name = next(slot.name for slot in each.slots if uses[slot] > 1)
-            self.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
+        finished: list[Finished] = []
+        with ExitStack() as stack:
+            anchor = self._begin(passes, stack) if passes else None
 
-        def hold(left: Left) -> None:
-            for slot, contributions in left.items():
-                held[slot].extend(contributions)
+            def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
+                with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
+                    if each is not None and anchor is not None:
+                        tail = Tail(self._product_left_out(each))
+                        finished.append((each, tail, self._run_one(each, use, anchor, tail)))
 
-        self._run(clashing, hold, None)
-        return [each for each in passes if each not in clashing]
+            yield run
+        if finished:
+            self._compare(finished, finite)
 
-    def sums(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
-        """Return Σ_b c_b v_b of all parameters: first what is held, which frees x and g, then blocks run again."""
-        found = SumBatch([], [], None)
-
-        def add(batches: Iterator[SumBatch]) -> None:
-            for batch in batches:
-                found.parameters.extend(batch.parameters)
-                found.tensors.extend(batch.tensors)
-
-        add(micro.sums(into=into, factored=False, group_bytes=HELD_GROUP_BYTES))
-
-        def add_up(left: Left) -> None:
-            rules = self.engine.path_rules
-            slots = list(left)
-            parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
-            left.clear()
-            add(micro.sums_of_others(slots, parts, into))
-
-        self._run(passes, add_up, micro.clipping.finite)
-        return found
-
-    def _run(self, passes: list[BlockPass], use: Callable[[Left], None], finite: Tensor | None) -> None:
-        """Run the blocks again and `use` what their layers leave. `finite`: samples that have a share, if known."""
-        if not passes:
-            return
-        self._refuse_changes(passes[0])
+    def _begin(self, passes: Sequence[BlockPass], stack: ExitStack) -> Tensor:
         engine = self.engine
+        self._refuse_changes(passes[0])
+        stack.callback(self._end)
         engine.path_rules.runs_again = engine.forwards.rerunning = True
-        try:
-            with (
-                engine.state.rehearsing(engine.groups.row_count(passes[0].batch_size)),
-                untouched(engine.model),
-                engine.anchor.renewed() as anchor,
-            ):
-                tails = [Tail(self._product_left_out(each)) for each in passes]
-                again = [self._run_one(each, use, anchor, tail) for each, tail in zip(passes, tails, strict=True)]
-        finally:
-            engine.path_rules.runs_again = engine.forwards.rerunning = False
-            self.take = engine.wanted = engine.tail = None
-        before = [each.fingerprint for each in passes if each.fingerprint is not None]
+        stack.enter_context(engine.state.rehearsing(engine.groups.row_count(passes[0].batch_size)))
+        stack.enter_context(untouched(engine.model))
+        return stack.enter_context(engine.anchor.renewed())
+
+    def _end(self) -> None:
+        engine = self.engine
+        engine.path_rules.runs_again = engine.forwards.rerunning = False
+        self.take = engine.wanted = engine.tail = None
+
+    def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:
+        before = [each.fingerprint for each, _, _ in finished if each.fingerprint is not None]
+        differing = different(before, [projected for _, _, projected in finished], finite)
         refused = []
-        for each, tail, differs in zip(passes, tails, different(before, again, finite), strict=True):
+        for (each, tail, _), differs in zip(finished, differing, strict=True):
             if differs or not tail.is_as_expected:
                 refused.append(each)
                 self._whole.add(each.index)
@@ -139,7 +228,7 @@ class BlockReruns:
             self._refuse_other_gradients(refused[0])
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
         self.engine.wanted, self.engine.tail = left.keys(), tail

@@ -7,7 +7,6 @@ input and the gradients of its outputs stay. Once the factors are known it runs 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -20,11 +19,14 @@ from torch.utils import _pytree as pytree
 from dpscope.flash.checkpointing.block_choices import BlockChoices
 from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.checkpointing.block_reruns import BlockReruns
-from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution, Kept
-from dpscope.flash.gradients.norms import GroupedNorms
+from dpscope.flash.gradients.norms import GroupedNorms, in_groups
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.step.microbatch import MicroBatch
+from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import in_backward
@@ -38,6 +40,8 @@ class BlockEngine(Engine, Protocol):
     """Interface of the engine that the blocks belong to."""
 
     block: CheckpointedBlock | None
+
+    def micro_batch(self, recorded: Recorded, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
 class CheckpointedBlock:
@@ -59,7 +63,7 @@ class CheckpointedBlock:
         with self.running():
             if in_backward():
                 self.blocks.begin_run(self)
-                if self.open is not None:
+                if self.open is not None and self.open.keeps_boundary:
                     self.open.input = self.blocks.reruns.note_input(args, kwargs)
                     if self.open.is_measured:
                         with self.blocks.measuring(self.open):
@@ -111,15 +115,15 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """Checkpointed blocks of an engine's model. `always_held` is the reason if no block can run again."""
+    """Checkpointed blocks of an engine's model. `sharded`: the ranks over which it is sharded."""
 
-    def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
+    def __init__(self, engine: BlockEngine, sharded: Ranks | None) -> None:
         self.engine = engine
-        self.always_held = always_held
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices)
+        self.reruns = BlockReruns(engine, self.choices, sharded)
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
+        self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
         self._gathering: BlockPass | None = None
         engine.state.when_dropped(self.clear)
@@ -135,7 +139,7 @@ class CheckpointedBlocks:
 
     def begin_micro_batch(self) -> None:
         self._calls = 0
-        self._trained = None
+        self._trained = self._members = None
         self.choices.begin_micro_batch()
         self.reruns.begin_micro_batch()
 
@@ -151,15 +155,11 @@ class CheckpointedBlocks:
         )
         if outer is not None or transformed or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kwargs)
-        if self.always_held:
-            if not self.choices.rows:
-                warnings.warn(f"memory_budget does not apply to checkpointed blocks: {self.always_held}", stacklevel=2)
-            self.choices.hold(self._calls, self.always_held)
-            self._calls += 1
-            return checkpoint(function, *args, **kwargs)
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
+        if self.reruns.sharded is not None and module_of(function) is None:
+            self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
 
@@ -178,15 +178,31 @@ class CheckpointedBlocks:
             return
         self.engine.path_rules.budget.begin_backward()
         samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)
+        if self._has_groups and self.choices.sum_at_once(block.index):
+            apart = self.choices.is_apart(block.index, shape)
+            block.open = BlockPass(
+                block.index, block.function, block.places, grads, summed=True, keeps_boundary=not apart
+            )
+            self._begin_pass(block.open, before, shape)
+            return
         if self.choices.is_held(block.index, samples, shape, self._calls):
             block.keeps = self.choices.keeps(block.index, samples)
             return
-        if not self._passes:
-            self.reruns.note_model()
         block.open = BlockPass(block.index, block.function, block.places, grads)
         block.open.is_measured = not self.choices.knows(block.index, samples, shape)
-        block.open.input = before.input if before is not None else None  # torch may run it once for several passes
-        self._passes.append(block.open)
+        self._begin_pass(block.open, before, shape)
+
+    def _begin_pass(self, each: BlockPass, before: BlockPass | None, shape: Any) -> None:
+        each.shape = shape
+        if not self._passes:
+            self.reruns.note_model()
+        each.input = before.input if before is not None else None  # torch may run it once for several passes
+        self._passes.append(each)
+
+    @property
+    def _has_groups(self) -> bool:
+        """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
+        return len(self.engine.clip.bounds) > 1 and self.reruns.sharded is None
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
@@ -235,6 +251,10 @@ class CheckpointedBlocks:
         if done is None:
             return
         done.is_open = False
+        if done.summed:
+            if self._sum_now(done):
+                return
+            self.choices.recompute_across(done.index)
         if done.input is None:  # backward did not run it again: there is nothing to run it from
             self._passes.remove(done)
             self.choices.hold(done.index, "backward needs nothing of it, and does not run it again")
@@ -260,6 +280,32 @@ class CheckpointedBlocks:
                 done.close(norms.result())
         finally:
             rules.runs_again = before
+
+    def _sum_now(self, done: BlockPass) -> bool:
+        """Clip and sum what the block's layers left, unless their groups have other layers. Return if it is done."""
+        engine = self.engine
+        if self._members is None:
+            self._members = {}
+            for slot in map(engine.slot, engine.parameters):
+                if slot.parameter.requires_grad:
+                    self._members.setdefault(engine.clip.group_of(slot.name), set()).add(slot)
+        groups = sorted({engine.clip.group_of(slot.name) for slot in done.gathered})
+        if not all(self._members[group] <= done.gathered.keys() for group in groups):
+            return False
+        device = next(iter(done.gathered)).parameter.device.type
+        rules = engine.path_rules
+        before, rules.runs_again = rules.runs_again, True
+        try:
+            with torch.autocast(device, enabled=False):
+                if done.input is not None:
+                    done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
+                micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
+                done.close(in_groups(dict(zip(groups, micro.squared, strict=True)), len(engine.clip.bounds)))
+                done.sums = list(micro.sums(into=None, factored=False))
+                done.sensitivity = engine.clip.sensitivity()
+        finally:
+            rules.runs_again = before
+        return True
 
     @staticmethod
     def _hold_sums(done: BlockPass) -> None:
@@ -288,6 +334,8 @@ class CheckpointedBlocks:
         self.flush()
         passes, self._passes = self._passes, []
         for each in passes:
-            if not each.is_normed:  # no layer of it is trained: the next time its boundary need not be kept
+            if (
+                not each.is_normed and not each.summed
+            ):  # no layer of it is trained: the next time its boundary need not be kept
                 self.choices.note_cost(each, self.engine.state.size_in_backward or 1, self._shape(each.grads))
         return [each for each in passes if each.is_normed]

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.gradients.contributions import Contribution, Kept, Saved, held
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.taps.block_tails import Tail
 from dpscope.random_states import RandomStates
 
@@ -72,23 +74,38 @@ class BlockInput(NamedTuple):
 class BlockPass:
     """One backward pass through a block whose layers' gradients are not held.
 
-    `gathered` holds them until the block's norms are taken, which is when backward leaves the block.
+    `gathered` holds them until the block's norms are taken, which is when backward leaves the block. If it is `summed`
+    then, it runs again only if it `keeps_boundary` and one of its parameters turns out to be used elsewhere, too.
     """
 
-    def __init__(self, index: int, function: Callable[..., Any], places: list[int], grads: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        function: Callable[..., Any],
+        places: list[int],
+        grads: Any,
+        *,
+        summed: bool = False,
+        keeps_boundary: bool = True,
+    ) -> None:
+        self.summed, self.keeps_boundary = summed, keeps_boundary
         self.index = index
         self.function = function
+        self.module = module_of(function)
         self.places = places  # of the outputs that have gradients, among the leaves of what the block gives back
-        self.grads: list[Tensor | None] = [None if grad is None else held(grad) for grad in grads]
+        self.grads: list[Tensor | None] = [None if g is None else held(g) for g in (grads if keeps_boundary else ())]
         self.versions = _versions(self.grads)
-        self.shapes = [None if grad is None else grad.shape[1:] for grad in self.grads]
+        self.shapes = [None if grad is None else grad.shape[1:] for grad in grads]
         self.input: BlockInput | None = None
         self.is_open = True  # until backward leaves the block
         self.gathered: dict[Slot, list[Contribution]] = {}
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (G, B) squared, once they are taken
+        self.shape: Any = None  # of its samples: see `BlockChoices.is_held`
+        self.sums: list[SumBatch] = []  # if it is summed
+        self.sensitivity = 0.0  # of these sums
         self.fingerprint: Fingerprint | None = None
-        self.is_measured = True  # how much it takes is to be found
+        self.is_measured = not summed  # how much it takes is to be found
         self.activations = 0  # bytes that its forward adds to what is live
 
     def close(self, norms: Tensor) -> None:
@@ -163,6 +180,14 @@ class BlockPass:
         tail.note_outputs(roots)
         # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
         torch.autograd.backward(roots, grads, inputs=[anchor])
+
+
+def module_of(function: Any) -> nn.Module | None:
+    """Return the module that a checkpoint runs: itself, its method, or a partial call of either."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _tensors(part: Contribution) -> tuple[Tensor, ...]:

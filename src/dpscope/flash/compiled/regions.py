@@ -1,4 +1,4 @@
-"""Regions: what torch.compile has compiled, the model or modules inside it, each called with stand-ins for its taps."""
+"""Regions: what torch.compile has compiled, the model or modules inside it, called with capture leaves for taps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.compiled.stand_ins import CallPlan, CallShapes, Handout
+from dpscope.flash.compiled.capture_leaves import CallPlan, CallShapes, Handout
 from dpscope.flash.sample_rows.rehearsal_run import untouched
 from dpscope.flash.taps.root_taps import RootTap
 from dpscope.flash.taps.taps import Engine, EngineTap, LayerTap
@@ -23,7 +23,7 @@ from dpscope.flash.torch_side.frames import is_wrapper, original_of
 from dpscope.flash.torch_side.instance_method import instance_method
 from dpscope.flash.torch_side.torch_version import require_for_compiled
 
-# A plan holds a small tensor for each stand-in of each layer; another one takes an eager run without gradients.
+# A plan holds a small tensor for each capture leaf of each layer; another one takes an eager run without gradients.
 MOST_PLANS = 16
 
 
@@ -37,7 +37,7 @@ class Region:
 
     @contextmanager
     def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Give the taps of the region stand-ins for one call of it with these arguments."""
+        """Give the taps of the region capture leaves for one call of it with these arguments."""
         with Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given():
             yield
 

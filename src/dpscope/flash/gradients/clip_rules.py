@@ -12,7 +12,8 @@ With n the norm of a sample's gradient (over all parameters, or over the paramet
 | `per_group`  | min(1, C_g / n_g)     | by patterns of names   |                                              |
 | `adaptive`   | min(1, C / n)         | one                    | C follows a quantile of the norms, privately |
 
-In each group a sample's share has a norm of at most C_g, so all of it is at most `sensitivity()`: the noise multiplier
+A sample has no share in a group where its gradient is not finite. In each group its share has a norm of at most C_g, so
+all of it is at most `sensitivity()`: the noise multiplier
 times that is the standard deviation of the noise. A new rule is a class here and an entry of `CLIP_RULES`.
 """
 
@@ -302,6 +303,21 @@ class Adaptive(ClipRule):
         share = released / max(samples, 1.0) + 0.5
         bound = self.bounds[0] * math.exp(-self.rate * (share - self.target))
         self.bounds = [min(self.max_clipbound, max(self.min_clipbound, bound))]
+
+
+class PartOfRule(ClipRule):
+    """Some groups of a rule, numbered from 0."""
+
+    def __init__(self, rule: ClipRule, groups: Sequence[int]) -> None:
+        self._rule = rule
+        self._places = {group: place for place, group in enumerate(groups)}
+        self.bounds = [rule.bounds[group] for group in groups]
+
+    def group_of(self, name: str) -> int:
+        return self._places[self._rule.group_of(name)]
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        return self._rule.factors(norms, bounds)
 
 
 CLIP_RULES: dict[str, type[ClipRule]] = {

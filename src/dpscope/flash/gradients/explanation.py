@@ -37,10 +37,10 @@ class PathRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A checkpointed block under a memory budget: whether what its layers leave is held, or the block runs again."""
+    """A checkpointed block under a memory budget: what its layers leave is held or summed, or the block runs again."""
 
     block: str
-    how: str  # "held" or "recomputed"
+    how: str  # "held", "recomputed" or "summed"
     why: str
 
 

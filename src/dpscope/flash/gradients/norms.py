@@ -6,6 +6,7 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -161,39 +162,56 @@ class GroupedNorms:
     """Squared norms of G groups of parameters, each added up by itself: (G, B)."""
 
     def __init__(self, groups: int, batch: int, device: torch.device) -> None:
-        self._sums = [NormSum(batch, device) for _ in range(groups)]
+        self._groups, self._batch, self._device = groups, batch, device
+        self._sums: dict[int, NormSum] = {}  # of groups that occur
+        self._added: list[Tensor] = []
 
     def add(self, norms_squared: Tensor) -> None:
         """Add squared norms of all groups, (G, B)."""
-        for each, squared in zip(self._sums, norms_squared, strict=True):
-            each.add(squared)
+        self._added.append(norms_squared)
+
+    def _of(self, group: int) -> NormSum:
+        if group not in self._sums:
+            self._sums[group] = NormSum(self._batch, self._device)
+        return self._sums[group]
 
     def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Count one parameter's contributions; return what takes their place from now on."""
-        return self._sums[group].add_parts(parts)
+        return self._of(group).add_parts(parts)
 
     def add_all(self, parts: list[tuple[Contribution, ...]], groups: list[int]) -> None:
         """Count the contributions of every parameter, given its group, and put what is kept in their place."""
-        if len(self._sums) == 1:
-            self._sums[0].add_all(parts)
+        if self._groups == 1:
+            self._of(0).add_all(parts)
             return
-        for group, each in enumerate(self._sums):
+        for group in dict.fromkeys(groups):
             places = [at for at, number in enumerate(groups) if number == group]
             chosen = [parts[at] for at in places]
-            each.add_all(chosen)
+            self._of(group).add_all(chosen)
             for at, of_one in zip(places, chosen, strict=True):
                 parts[at] = of_one
 
     def result(self) -> Tensor:
         """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
-        return torch.stack([each.result() for each in self._sums])
+        self._of(0)
+        total = in_groups({group: each.result() for group, each in self._sums.items()}, self._groups)
+        for squared in self._added:
+            total += squared.to(total)
+        return total
+
+
+def in_groups(rows: Mapping[int, Tensor], groups: int) -> Tensor:
+    """Return (G, B) from the rows of some groups: those of the others are zero."""
+    if len(rows) < groups:
+        rows = {**dict.fromkeys(range(groups), torch.zeros_like(next(iter(rows.values())))), **rows}
+    return torch.stack([rows[group] for group in range(groups)])
 
 
 @dataclass(frozen=True)
 class Factors:
     """Norms of the true per-sample gradients, factors, and what recorded gradients are multiplied by: (G, B) each.
 
-    finite: (B,) which rows have a share; padding has none.
+    finite: (B,) which rows have a share in every group; padding has none.
     """
 
     norms: Tensor
@@ -209,7 +227,7 @@ def clip_factors(
     real: int | Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> Factors:
-    """Return the factors of a rule; 0 where a norm is not finite or above `LARGEST_NORM`.
+    """Return the factors of a rule; 0 where a group's norm is not finite or above `LARGEST_NORM`.
 
     `squared`: (G, B). `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over
     the loss scale. `real`: rows from there on are padding, with factor 0 whatever their norm. `bounds`: those of the
@@ -224,8 +242,8 @@ def clip_factors(
         factors = rule.factors(norms, bounds)
     scale = factors * multiplier
     small = (scale < MIN_SCALE) & (factors != 0)
-    finite = (torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small).all(0)
+    shares = torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small
     if real is not None:
-        finite &= torch.arange(len(finite), device=finite.device) < real
+        shares &= torch.arange(shares.shape[1], device=shares.device) < real
     zero = torch.zeros_like(norms)
-    return Factors(norms, torch.where(finite, factors, zero), torch.where(finite, scale, zero), finite)
+    return Factors(norms, torch.where(shares, factors, zero), torch.where(shares, scale, zero), shares.all(0))

@@ -17,7 +17,7 @@ NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
 
 
 class Slot:
-    __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "why")
+    __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "whole", "why")
 
     decision: Decision | None
 
@@ -26,6 +26,7 @@ class Slot:
         self.parameter = parameter
         self.module = module
         self.contributions: list[Contribution] = []
+        self.whole: nn.Parameter | None = None  # what FSDP2 puts in the place of a shard around forward
         self.describe("", "not reached by a backward pass yet")
 
     def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
@@ -39,8 +40,13 @@ class Slot:
         if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
             held.append(contribution)
 
-    def is_whole(self, parameter: nn.Parameter | None) -> bool:
-        """Return True if `parameter` is the whole parameter, and this slot's is a shard of it."""
+    def stands_for(self, parameter: nn.Parameter | None) -> bool:
+        """Return True if `parameter` is this slot's own, or the whole one of which that is a shard."""
+        if self.whole is None and self._is_whole(parameter):
+            self.whole = parameter
+        return parameter is not None and (parameter is self.parameter or parameter is self.whole)
+
+    def _is_whole(self, parameter: nn.Parameter | None) -> bool:
         return (
             is_sharded(self.parameter)
             and parameter is not None

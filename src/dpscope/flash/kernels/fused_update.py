@@ -10,12 +10,17 @@ and then exactly what torch.optim does with g, in float32, rounded once where a 
                 g ← b, or g + µb (nesterov);  p ← p - ηg
     Adam(W)     g ← g + λp, or p ← (1 - ηλ)p (decoupled);  m ← m + (1 - β₁)(g - m);  v ← β₂v + (1 - β₂)g²;
                 p ← p - η/(1 - β₁ᵗ) · m / (√v̂ + ε),  √v̂ = √v / √(1 - β₂ᵗ), with the running maximum of v for amsgrad
+    DP-AdamBC   the same, with √max(v̂ - (noise_std · grad_scale)², floor) in place of √v̂ + ε: without the share of the
+                noise in v̂ (Tang et al. 2023)
 
 s is given, or made here: with `factors` c: (B,), "sums" are the per-sample gradients v: (B, *shape) themselves, and
 s = Σ_b c_b v_b (see kept_gradients: where c_b is zero or NaN the sample has no share, whatever it holds).
 
 g, z and such an s live in registers only. Each parameter and state element is read once and written once, sums or
 per-sample gradients are read once and not modified: the noise costs arithmetic that hides behind memory traffic.
+
+Every number above is read from memory, behind the key: inside a CUDA graph `row` is where, and each replay finds there
+what the host has written for it.
 
 Served by the kernel: contiguous bfloat16, float16 and float32 tensors, dtypes of parameter, sum and state mixed freely.
 float64 and other layouts take the fallback, tensor by tensor.
@@ -43,12 +48,50 @@ from dpscope.flash.kernels.tensor_lists import (
     find_tensor,
     list_launches,
     noise_starts,
+    number_at,
     pointer_at,
+    read_words,
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
 from dpscope.vocabulary.families import OPTIMIZER_FAMILY
 from dpscope.vocabulary.launches import Launch, announce
+
+
+def sgd_numbers(
+    *,
+    noise_std: float,
+    grad_scale: float,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    **_: Any,
+) -> list[float]:
+    """Return the numbers that the kernel of SGD reads."""
+    return [noise_std, grad_scale, lr, momentum, 1.0 - dampening, weight_decay]
+
+
+def adam_numbers(
+    *,
+    noise_std: float,
+    grad_scale: float,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    floor: float | None = None,
+    **_: Any,
+) -> list[float]:
+    """Return the numbers that the kernel of Adam and AdamW reads. `step` counts from 1."""
+    beta1, beta2 = betas
+    shrink = 1.0 - lr * weight_decay if decoupled_weight_decay else 1.0
+    coupled = 0.0 if decoupled_weight_decay else weight_decay
+    corrections = [lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)]
+    unbiased = [] if floor is None else [(noise_std * grad_scale) ** 2, floor]
+    return [noise_std, grad_scale, *corrections, 1.0 - beta1, beta2, 1.0 - beta2, eps, shrink, coupled, *unbiased]
 
 
 def fused_sgd_(
@@ -69,6 +112,7 @@ def fused_sgd_(
     seed: int = 0,
     offset: int = 0,
     starts: Sequence[int] | None = None,
+    row: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place.
@@ -76,10 +120,18 @@ def fused_sgd_(
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
     (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
-    None where these are all parameters.
+    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
     """
     if bool(momentum) != bool(momentum_buffers):
         raise ValueError("momentum_buffers go with momentum: give one buffer a parameter, or neither")
+    numbers = sgd_numbers(
+        noise_std=noise_std,
+        grad_scale=grad_scale,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+    )
 
     def launch(listed: ListLaunch, factors: Tensor | None) -> None:
         dtypes = listed.dtypes
@@ -87,12 +139,6 @@ def fused_sgd_(
             *listed.arguments,
             factors,
             1 if factors is None else len(factors),
-            noise_std,
-            grad_scale,
-            lr,
-            momentum,
-            1.0 - dampening,
-            weight_decay,
             P_DTYPE=dtypes[0],
             S_DTYPE=dtypes[1],
             B_DTYPE=dtypes[2] if momentum else None,
@@ -107,18 +153,19 @@ def fused_sgd_(
             num_warps=8,
         )
 
-    def fallback(grad: Tensor, param: Tensor, *state: Tensor) -> None:
+    def fallback(numbers: Sequence[float], grad: Tensor, param: Tensor, *state: Tensor) -> None:
+        lr, momentum, undamped, weight_decay = numbers
         values = param.to(grad.dtype)
         grad = (-grad if maximize else grad).add(values, alpha=weight_decay)
-        if momentum:
+        if state:
             (buffer,) = state
-            moved = grad if first_step else buffer.to(grad.dtype) * momentum + grad * (1.0 - dampening)
+            moved = grad if first_step else buffer.to(grad.dtype) * momentum + grad * undamped
             buffer.copy_(moved)
             grad = grad + momentum * moved if nesterov else moved
         param.copy_(values.sub(grad, alpha=lr))
 
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(_sgd_kernel, columns, launch, fallback, factors, grad_scale, noise_std, (seed, offset), starts, backend)
+    _update(_sgd_kernel, columns, launch, fallback, factors, numbers, (seed, offset), starts, row, backend)
 
 
 def fused_adam_(
@@ -136,28 +183,38 @@ def fused_adam_(
     decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
+    floor: float | None = None,
     factors: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
     starts: Sequence[int] | None = None,
+    row: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Apply torch.optim.Adam, or AdamW if decoupled_weight_decay, to grad = (sum + noise)·grad_scale, in place.
 
+    floor: of DP-AdamBC's corrected v̂; None is Adam itself.
+
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
     (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
-    None where these are all parameters.
+    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
     """
     if amsgrad != bool(max_exp_avg_sqs):
         raise ValueError("max_exp_avg_sqs go with amsgrad: give one tensor a parameter, or neither")
-    beta1, beta2 = betas
-    step_size = lr / (1.0 - beta1**step)
-    root_correction = math.sqrt(1.0 - beta2**step)
-    shrink = 1.0 - lr * weight_decay if decoupled_weight_decay else 1.0
-    coupled = 0.0 if decoupled_weight_decay else weight_decay
+    numbers = adam_numbers(
+        noise_std=noise_std,
+        grad_scale=grad_scale,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        floor=floor,
+    )
 
     def launch(listed: ListLaunch, factors: Tensor | None) -> None:
         dtypes = listed.dtypes
@@ -165,22 +222,13 @@ def fused_adam_(
             *listed.arguments,
             factors,
             1 if factors is None else len(factors),
-            noise_std,
-            grad_scale,
-            step_size,
-            root_correction,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            eps,
-            shrink,
-            coupled,
             P_DTYPE=dtypes[0],
             S_DTYPE=dtypes[1],
             M_DTYPE=dtypes[2],
             V_DTYPE=dtypes[3],
             NOISE=noise_std != 0.0,
             AMSGRAD=amsgrad,
+            CORRECTED=floor is not None,
             MAXIMIZE=maximize,
             AT_ONCE=samples_at_once(factors),
             ALIGNED=listed.aligned,
@@ -188,21 +236,26 @@ def fused_adam_(
             num_warps=8,
         )
 
-    def fallback(grad: Tensor, param: Tensor, *state: Tensor) -> None:
+    def fallback(numbers: Sequence[float], grad: Tensor, param: Tensor, *state: Tensor) -> None:
+        step_size, root_correction, weight1, beta2, weight2, eps, shrink, coupled, *unbiased = numbers
         exp_avg, exp_avg_sq, *maximum = state
         values = param.to(grad.dtype) * shrink
         grad = (-grad if maximize else grad).add(param.to(grad.dtype), alpha=coupled)
-        first = torch.lerp(exp_avg.to(grad.dtype), grad, 1.0 - beta1)
-        second = (exp_avg_sq.to(grad.dtype) * beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        first = torch.lerp(exp_avg.to(grad.dtype), grad, weight1)
+        second = (exp_avg_sq.to(grad.dtype) * beta2).addcmul_(grad, grad, value=weight2)
         exp_avg.copy_(first)
         exp_avg_sq.copy_(second)
         if amsgrad:
             second = torch.maximum(maximum[0].to(grad.dtype), second)
             maximum[0].copy_(second)
-        param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
+        if unbiased:
+            denominator = (second / root_correction**2 - unbiased[0]).clamp_(min=unbiased[1]).sqrt_()
+        else:
+            denominator = (second.sqrt() / root_correction).add_(eps)
+        param.copy_(values.addcdiv_(first, denominator, value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(_adam_kernel, columns, launch, fallback, factors, grad_scale, noise_std, (seed, offset), starts, backend)
+    _update(_adam_kernel, columns, launch, fallback, factors, numbers, (seed, offset), starts, row, backend)
 
 
 def _update(
@@ -211,10 +264,10 @@ def _update(
     launch: Callable[[ListLaunch, Tensor | None], None],
     fallback: Callable[..., None],
     factors: Tensor | None,
-    grad_scale: float,
-    noise_std: float,
+    numbers: Sequence[float],
     key: tuple[int, int],
     starts: Sequence[int] | None,
+    row: Tensor | None,
     backend: Backend,
 ) -> None:
     """Hand each parameter to the kernel or to the fallback."""
@@ -224,13 +277,20 @@ def _update(
     params, sums, *states = columns
     starts = noise_starts(params) if starts is None else starts
     stacked, samples = (None, 1) if factors is None else (1, len(factors))
-    launches, left = list_launches(columns, starts, *key, backend, stacked=stacked, samples=samples)
+    launches, left = list_launches(
+        columns, starts, *key, backend, numbers=numbers, row=row, stacked=stacked, samples=samples
+    )
     for listed in launches:
         with launch_on(listed.device):
             launch(listed, factors)
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
         announce(partial(_described, kernel.__name__, columns, factors, listed.members))
+    if not left:
+        return
+    if row is not None:
+        key, numbers = read_words(row)
+    noise_std, grad_scale, *numbers = numbers
     stream = HostStream(*key, [(starts[i], params[i].numel()) for i in left], backend)
     for i in sorted(left, key=starts.__getitem__):
         param, total = params[i], sums[i]
@@ -242,7 +302,7 @@ def _update(
             for part, number in chunks(grad, starts[i]):
                 part.add_(stream.normals(number, part), alpha=noise_std)
         with torch.no_grad():
-            fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
+            fallback(numbers, grad.mul_(grad_scale), param, *(state[i] for state in states))
 
 
 def _described(
@@ -270,8 +330,6 @@ def _gradient(
     samples,
     key,
     element,
-    noise_std,
-    grad_scale,
     NOISE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -280,8 +338,8 @@ def _gradient(
     """Return (sum + noise)·scale for one block, float32, negated to maximize."""
     grad = sum_of_samples(sums, index, size, factors, samples, AT_ONCE, BLOCK)
     if NOISE:
-        grad += noise_std * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)
-    grad *= grad_scale
+        grad += number_at(key, 0) * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)
+    grad *= number_at(key, 1)
     if MAXIMIZE:
         grad = -grad
     return grad
@@ -297,12 +355,6 @@ def _sgd_kernel(
     steps,
     factors,
     samples,
-    noise_std,
-    grad_scale,
-    lr,
-    momentum,
-    undamped,
-    weight_decay,
     P_DTYPE: tl.constexpr,
     S_DTYPE: tl.constexpr,
     B_DTYPE: tl.constexpr,
@@ -322,12 +374,16 @@ def _sgd_kernel(
     start = tl.load(extents + tensor * 2 + 1) + first
     params = pointer_at(row, P_DTYPE, ALIGNED)
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
+    lr = number_at(key, 2)
+    momentum = number_at(key, 3)
+    undamped = number_at(key, 4)
+    weight_decay = number_at(key, 5)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
         inside = index < size
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
         # fmt: off
-        grad = _gradient(sums, index, size, factors, samples, key, start + at, noise_std, grad_scale,
+        grad = _gradient(sums, index, size, factors, samples, key, start + at,
                          NOISE, MAXIMIZE, AT_ONCE, BLOCK)
         # fmt: on
         grad += weight_decay * param
@@ -351,22 +407,13 @@ def _adam_kernel(
     steps,
     factors,
     samples,
-    noise_std,
-    grad_scale,
-    step_size,
-    root_correction,
-    weight1,
-    beta2,
-    weight2,
-    eps,
-    shrink,
-    weight_decay,
     P_DTYPE: tl.constexpr,
     S_DTYPE: tl.constexpr,
     M_DTYPE: tl.constexpr,
     V_DTYPE: tl.constexpr,
     NOISE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    CORRECTED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -381,6 +428,14 @@ def _adam_kernel(
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     exp_avgs = pointer_at(row + 2, M_DTYPE, ALIGNED)
     exp_avg_sqs = pointer_at(row + 3, V_DTYPE, ALIGNED)
+    step_size = number_at(key, 2)
+    root_correction = number_at(key, 3)
+    weight1 = number_at(key, 4)
+    beta2 = number_at(key, 5)
+    weight2 = number_at(key, 6)
+    eps = number_at(key, 7)
+    shrink = number_at(key, 8)
+    weight_decay = number_at(key, 9)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
         inside = index < size
@@ -388,7 +443,7 @@ def _adam_kernel(
         exp_avg = tl.load(exp_avgs + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sqs + index, mask=inside, other=0.0).to(tl.float32)
         # fmt: off
-        grad = _gradient(sums, index, size, factors, samples, key, start + at, noise_std, grad_scale,
+        grad = _gradient(sums, index, size, factors, samples, key, start + at,
                          NOISE, MAXIMIZE, AT_ONCE, BLOCK)
         # fmt: on
         grad += weight_decay * param
@@ -400,5 +455,9 @@ def _adam_kernel(
             maxima = pointer_at(row + 4, V_DTYPE, ALIGNED)
             exp_avg_sq = tl.maximum(exp_avg_sq, tl.load(maxima + index, mask=inside, other=0.0).to(tl.float32))
             tl.store(maxima + index, exp_avg_sq.to(V_DTYPE), mask=inside)
-        denominator = tl.sqrt(exp_avg_sq) / root_correction + eps
+        if CORRECTED:
+            unbiased = exp_avg_sq / (root_correction * root_correction) - number_at(key, 10)
+            denominator = tl.sqrt(tl.maximum(unbiased, number_at(key, 11)))
+        else:
+            denominator = tl.sqrt(exp_avg_sq) / root_correction + eps
         tl.store(params + index, (param * shrink - step_size * exp_avg / denominator).to(P_DTYPE), mask=inside)

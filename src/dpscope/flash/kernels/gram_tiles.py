@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.gram_units import UnitKind
 from dpscope.flash.kernels.triton_runtime import is_hopper, table_on
-from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import device_cache
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,13 @@ def choose_tiles(kind: UnitKind, device: torch.device) -> GramTiles:
     return GramTiles(128, 128, 64, 8, 4, tma)
 
 
-@functools.lru_cache(maxsize=64)
+@device_cache(64)
 def tile_table_of(length: int, block_t: int, block_s: int, device: torch.device) -> tuple[Tensor, int]:
     """Return (i, j) of every tile that holds some t >= s, flat (i0, j0, i1, j1, …), and the number of tiles."""
     n_rows, n_cols = -(-length // block_t), -(-length // block_s)
     tiles = [(i, j) for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s]
     (table,) = table_on(device, [value for tile in tiles for value in tile], wait=True)
     return table, len(tiles)
-
-
-dry_run.forget_between(tile_table_of.cache_clear)
 
 
 def is_worth_aligning(kind: UnitKind, device: torch.device) -> bool:

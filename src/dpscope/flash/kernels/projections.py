@@ -12,7 +12,7 @@ over all elements, too: the signs are hashed, not alternating). Sums are taken i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from dpscope.flash.kernels.kept_gradients import row_norms_squared
 from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
 from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, pointer_at, size_at
 from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
-from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import device_cache
 
 _STRIDE = 32 * 40_503
 """Between the numbers of the first elements of two tensors: their signs are others."""
@@ -91,13 +91,10 @@ def _projections_kernel(
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
+@device_cache(256)
 def _signs(count: int, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(count * 1_000 + number)
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(device, dtype)
-
-
-dry_run.forget_between(_signs.cache_clear)
 
 
 def _project(tensor: Tensor, number: int) -> Tensor:

@@ -13,7 +13,6 @@ travel in one copy.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
-from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import device_cache
 
 
 class Cut(NamedTuple):
@@ -61,12 +60,23 @@ def as_word(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def words_of(key: tuple[int, int], numbers: Sequence[float] = ()) -> list[int]:
+    """Return a key and the numbers behind it (`number_at`) as int64 words."""
+    return [*map(as_word, key), *np.array(numbers, dtype=np.float64).view(np.int64).tolist()]
+
+
+def read_words(words: Tensor) -> tuple[tuple[int, int], list[float]]:
+    """Return key and numbers of a row of words. Wait for the device."""
+    seed, offset = words[:2].tolist()
+    return (seed, offset), words[2:].view(torch.float64).tolist()
+
+
 @dataclass(frozen=True)
 class ListLaunch:
     """Arguments of one launch over the tensors `members` of a list.
 
-    arguments: key (seed, offset); chunk_starts; extents (tensors, 2), elements and first element in the noise stream;
-    rows (tensors, columns), pointers; the number of tensors, and of steps that find one among them.
+    arguments: key (seed, offset) and numbers; chunk_starts; extents (tensors, 2), elements and first element in the
+    noise stream; rows (tensors, columns), pointers; the number of tensors, and of steps that find one among them.
     """
 
     members: list[int]
@@ -85,6 +95,8 @@ def list_launches(
     offset: int,
     backend: Backend,
     *,
+    numbers: Sequence[float] = (),
+    row: Tensor | None = None,
     stacked: int | None = None,
     samples: int = 1,
     cut: Cut | None = None,
@@ -94,7 +106,8 @@ def list_launches(
     `columns`: lists of equal length. Tensors of one index have the same shape and device. Parameters come first, then
     gradients and state. `stacked`: the column with one such tensor for each of `samples`, one after the other.
     `starts`: the number of each tensor's first element. Tensors of equal dtypes and alignment share a launch. Loops run
-    over whole columns, because this runs on the host in every step.
+    over whole columns, because this runs on the host in every step. `numbers`: what the kernel reads behind the key.
+    `row`: `words_of` key and numbers on the device, which the host fills later; a CUDA graph reads them from there.
     """
     sizes, pointers, kinds = _read(columns, starts, stacked, samples)
     cut = cut or CUT
@@ -118,7 +131,7 @@ def list_launches(
             device,
         )
         rows = pointers.T if whole else pointers[:, members].T
-        key, table = table_on(device, [as_word(seed), as_word(offset)], np.ascontiguousarray(rows).reshape(-1))
+        key, table = table_on(device, words_of((seed, offset), numbers), np.ascontiguousarray(rows).reshape(-1))
         launches.append(
             ListLaunch(
                 members=members,
@@ -126,7 +139,14 @@ def list_launches(
                 dtypes=[TRITON_DTYPES[dtype] for dtype in types],
                 aligned=is_aligned,
                 programs=programs,
-                arguments=(key, chunk_starts, extents, table, len(members), len(members).bit_length()),
+                arguments=(
+                    key if row is None else row,
+                    chunk_starts,
+                    extents,
+                    table,
+                    len(members),
+                    len(members).bit_length(),
+                ),
                 cut={"CHUNK": cut.chunk, "BLOCK": cut.block},
             )
         )
@@ -199,7 +219,7 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
     return kinds
 
 
-@functools.lru_cache(maxsize=64)
+@device_cache(64)
 def _extents(
     sizes: tuple[int, ...], starts: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
@@ -211,7 +231,10 @@ def _extents(
     return first, extents, chunk_starts[-1]
 
 
-dry_run.forget_between(_extents.cache_clear)
+@jit
+def number_at(key, place: tl.constexpr):
+    """Load a number behind the key, as a float32 argument would be."""
+    return tl.load(key + 2 + place).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @jit

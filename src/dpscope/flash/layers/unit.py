@@ -49,6 +49,6 @@ class UnitTap(TapOfSamples):
         }
         for key, parameter in found.items():
             slot = self.slots.get(key)
-            if slot is None or not (slot.parameter is parameter or slot.is_whole(parameter)):
+            if slot is None or not slot.stands_for(parameter):
                 refuse_replaced(self, key)
         return found

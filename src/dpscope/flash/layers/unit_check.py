@@ -1,12 +1,8 @@
-"""Check that a unit treats the samples of a batch independently, by running it on whole batches without gradients.
+"""Check that a module gives a batch what it gives its samples one by one, by running it on the batch without gradients.
 
-Two questions, each with dropout switched off in both answers that are compared:
-
-1. Is the answer for the batch that for its samples one by one? It is not if the batch is in another dimension, or if an
-   argument that all samples share was split among them.
-2. Does a sample's answer stay the same when the other samples are replaced? It does not if the module mixes samples. To
-   find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative to what a
-   mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
+It does not if the batch is in another dimension, or if an argument that all samples share was split among them. Dropout
+is switched off in both answers. That samples do not mix need not be asked here: each runs alone, and the model as a
+whole is verified (sample_rows/mixing.py).
 """
 
 from __future__ import annotations
@@ -35,13 +31,6 @@ from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 # How far two ways to compute the same may differ, relative to the largest value.
 _ANSWER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
 _HALF_ANSWER_TOLERANCE = 0.05
-# A sample's answer may move by this much of itself when others are replaced; by what the order of samples does to its
-# rounding, times _ORDER, where that is more and looks like rounding.
-_UNMOVED_SHARE = {torch.float64: 1e-7, torch.float32: 1e-5}
-_HALF_UNMOVED_SHARE = 2.0**-6
-_ORDER = 100.0
-_MOVES = (0.0, 0.5, 0.05)  # what parameters are moved by: standard deviations
-_WIDE_NUMEL = 1 << 26  # larger units are not copied to float64
 _MAX_UNDECIDED = 4
 
 _DROPOUTS = {
@@ -90,19 +79,11 @@ class UnitCheck:
         with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
             yield
 
-    def _seed(self) -> None:
-        """Draw the same numbers again. torch.manual_seed would seed GPUs too that are not restored afterwards."""
-        torch.default_generator.manual_seed(0)
-        for device in self.devices:
-            torch.cuda.default_generators[device.index].manual_seed(0)
-
     def run(self) -> list[torch.dtype]:
         """Return the dtypes of the module's own outputs. Raise UserError if samples are not independent."""
         with self._quiet():
             own = self._own({}, self.call.leaves)
             self._compare(self._one_by_one(), own, values=self._own_is_repeatable(own))
-        if self.call.batch > 1 and self.call.mapped:
-            self._find_mixing()
         return [answer.dtype for answer in own]
 
     # -- a batch, and its samples one by one ---------------------------------------------------------------------------
@@ -209,78 +190,6 @@ class UnitCheck:
                 return False
         return True
 
-    # -- a sample, and the others --------------------------------------------------------------------------------------
-
-    def _find_mixing(self) -> None:
-        for move in _MOVES:
-            try:
-                finite = self._is_apart(move, wide=True)
-            except UserError:
-                raise
-            except Exception:  # something in it has no float64
-                finite = self._is_apart(move, wide=False)
-            if move and finite:
-                return
-
-    def _is_apart(self, move: float, *, wide: bool) -> bool:
-        """Raise UserError if a sample's answer depends on others. False if there were no finite answers to compare."""
-        unit = self.tap.module
-        named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
-        wide = wide and sum(tensor.numel() for tensor in named.values()) <= _WIDE_NUMEL
-        with self._quiet(), _no_autocast(self.devices, wide):
-            self._seed()
-            replaced = {f"unit.{key}": _moved(tensor.detach(), move, wide) for key, tensor in named.items()}
-            leaves = [
-                _moved(leaf.detach(), 0.0, wide) if isinstance(leaf, Tensor) else leaf for leaf in self.call.leaves
-            ]
-            answers = self._answers(replaced, leaves)
-            order = torch.arange(self.call.batch).roll(1)
-            rolled = self._answers(replaced, self._exchanged(leaves, order))
-            finite = all(bool(answer.isfinite().all()) for answer in answers)
-            for kept in {0, self.call.batch - 1}:
-                others = self._answers(replaced, self._others(leaves, kept))
-                for position, (mine, turned, other) in enumerate(zip(answers, rolled, others, strict=True)):
-                    dim = self.call.output_dim(position)
-                    if mine.dim() <= dim or mine.shape[dim] != self.call.batch:
-                        continue  # shared by all samples: the other question's
-                    before = mine.select(dim, kept)
-                    moved = _distance(other.select(dim, kept), before)
-                    noise = _distance(turned.select(dim, (kept + 1) % self.call.batch), before)
-                    size = _size(mine)
-                    rounding = min(_ORDER * noise, _UNMOVED_SHARE[torch.float32] * size)
-                    if moved > max(_UNMOVED_SHARE.get(mine.dtype, _HALF_UNMOVED_SHARE) * size, rounding):
-                        self._refuse_mixing()
-        return finite
-
-    def _answers(self, replaced: dict[str, Tensor], leaves: Sequence[Any]) -> Answers:
-        self._seed()
-        return self._own({key: tensor.clone() for key, tensor in replaced.items()}, leaves)
-
-    def _exchanged(self, leaves: list[Any], order: Tensor) -> list[Any]:
-        return [
-            leaf.index_select(self.call.mapped[index], order.to(leaf.device)) if index in self.call.mapped else leaf
-            for index, leaf in enumerate(leaves)
-        ]
-
-    def _others(self, leaves: list[Any], kept: int) -> list[Any]:
-        """Return the leaf with sample `kept` unchanged and the others exchanged; real numbers are changed, too."""
-        order = torch.arange(self.call.batch).roll(1)
-        result = self._exchanged(leaves, order)
-        for index, dim in self.call.mapped.items():
-            leaf = result[index]
-            if leaf.is_floating_point():
-                leaf = leaf + torch.randn_like(leaf) * (leaf.std(correction=0) + 0.1)
-            result[index] = leaf.index_copy(
-                dim, torch.tensor([kept], device=leaf.device), leaves[index].narrow(dim, kept, 1)
-            )
-        return result
-
-    def _refuse_mixing(self) -> None:
-        raise UserError(
-            f"{self.kind} mixes samples: what it answers for a sample depends on the others in its batch, so no sample "
-            "has a gradient of its own; replace it by a module that treats samples apart"
-        )
-
 
 class CheckedTap(UnitTap):
     """A unit that is checked at its first call of each kind, and wherever the model is looked at again."""
@@ -320,22 +229,6 @@ class CheckedTap(UnitTap):
                 self.by_loop = True
                 self.describe(f"a loop over samples, for vmap failed: {reason}")
         return sample_call.by_loop(expanded, commit=commit)
-
-
-@contextmanager
-def _no_autocast(devices: set[torch.device], wide: bool) -> Iterator[None]:
-    if not wide:
-        yield
-        return
-    with torch.autocast("cuda" if devices else "cpu", enabled=False):
-        yield
-
-
-def _moved(tensor: Tensor, move: float, wide: bool) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    tensor = tensor.double() if wide else tensor
-    return tensor + move * torch.randn_like(tensor) if move else tensor
 
 
 def _shuffled(leaf: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import MADE_UP_RANKS, PADDED_OPACUS, PADDED_ROWS
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.gradients.clip_rules import make_rule, options_of
 from dpscope.flash.gradients.memory_budget import MemoryLimit, check_limit
@@ -135,6 +136,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 one size, or a list of sizes. Padding has no weight. A draw above the largest size comes as several
                 batches, of which the last takes the step.
             fused: Update in the same pass that adds the noise. Default: on a GPU with SGD, Adam or AdamW.
+            adam_bc: The floor γ′ of DP-AdamBC, which takes the variance of the noise out of Adam's v̂. Default: Adam.
             grad_sample_mode: Leave it out. Other modes than "flash" and "hooks" use Opacus's engine, with a warning.
             wrap_model: False returns a handle with `cleanup()` instead of the model, as Opacus does.
             **kwargs: Further arguments of Opacus's `make_private`.
@@ -147,10 +149,10 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 `UnsupportedModuleError` too.
         """
         if rows_per_sample != 1 and pad_batches:
-            raise UserError("rows_per_sample and pad_batches do not go together: leave out one of them")
+            raise PADDED_ROWS.error(option="rows_per_sample")
         if not is_flash(grad_sample_mode):
             if pad_batches:
-                raise UserError("pad_batches needs flash clipping: leave out grad_sample_mode")
+                raise PADDED_OPACUS.error()
             return super().make_private(
                 module=module,
                 grad_sample_mode=grad_sample_mode,
@@ -369,10 +371,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         if ranks is None:
             return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
         if kwargs.get("rand_on_empty"):
-            raise UserError(
-                "rand_on_empty=True makes up a sample on each rank whose share is empty, which one process would not: "
-                "leave it out"
-            )
+            raise MADE_UP_RANKS.error()
         loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
         ranks.control.shares_given = 0
         return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader

@@ -13,9 +13,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from opacus.accountants import RDPAccountant, create_accountant
 from opacus.accountants.analysis import rdp
 from opacus.accountants.utils import get_noise_multiplier
+from torch import Tensor
 
 from dpscope.errors import UserError
 
@@ -140,16 +142,39 @@ def _divergences(noise: float, rate: float, orders: tuple[float, ...]) -> Any:
 
 
 class SpentPrivacy:
-    """The accountant's history as a state that frameworks save and load; sharded optimizers do not hold it."""
+    """The accountant's history as a state that frameworks save and load; sharded optimizers do not hold it.
+
+    If the user's loader has a generator, its state is part of it: the draws after an epoch continue. Other draws are
+    secret, and stay out of checkpoints.
+    """
 
     def __init__(self, accountant: Any) -> None:
         self.accountant = accountant
+        self._draws: torch.Generator | None = None
+        self._saved_draws: Tensor | None = None
+
+    def follow(self, draws: torch.Generator | None) -> bool:
+        """Save the state of a loader's generator from now on, and set it to one that was loaded before.
+
+        Return whether a resumed run repeats the draws. Only then may it repeat noise: the same noise on other draws
+        would reveal the difference.
+        """
+        self._draws = draws
+        self._continue_draws()
+        return draws is not None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": _as_steps(self.accountant.history)}
+        draws = {} if self._draws is None else {"draws": self._draws.get_state()}
+        return {"history": _as_steps(self.accountant.history), **draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accountant.history = continued(self.accountant.history, state["history"])
+        self._saved_draws = state.get("draws")
+        self._continue_draws()
+
+    def _continue_draws(self) -> None:
+        if self._draws is not None and self._saved_draws is not None:
+            self._draws.set_state(self._saved_draws.cpu())
 
 
 class PrivacyBudget(SpentPrivacy):
@@ -180,14 +205,29 @@ class PrivacyBudget(SpentPrivacy):
         """Return the noise multiplier as given, or what the target ε needs for so many steps."""
         if self.noise is not None:
             return self.noise
-        multiplier: float = get_noise_multiplier(
-            target_epsilon=self.target,
-            target_delta=self.delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            accountant=self.accountant.mechanism(),
-        )
+        try:
+            multiplier: float = get_noise_multiplier(
+                target_epsilon=self.target,
+                target_delta=self.delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=self.accountant.mechanism(),
+            )
+        except ValueError as too_low:
+            raise UserError(
+                f"no noise reaches target_epsilon={self.target:g} at δ={self.delta:g} in {steps} steps of sample rate "
+                f"{sample_rate:.3g}: give a larger target_epsilon, fewer steps or a smaller batch"
+            ) from too_low
         return multiplier
+
+    def doubt_delta(self, samples: int) -> None:
+        """Warn of a δ that is not below 1 / samples: publishing one sample of the data would satisfy it."""
+        if self.delta >= 1 / samples:
+            warnings.warn(
+                f"target_delta={self.delta:g} is not below 1 / {samples} samples, and promises little: publishing one "
+                f"sample whole would satisfy it. Give less, such as {0.1 / samples:.0e}",
+                stacklevel=3,
+            )
 
     def steps_left(self, noise_multiplier: float, sample_rate: float) -> int | None:
         """Return how many more steps the target ε allows; None without a target."""

@@ -12,15 +12,18 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER, SECURE_RANKS
 from dpscope.flash.engine import FlashEngine
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
 from dpscope.flash.ranks.distributed import refuse_several_processes
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.update.captured_update import CapturedUpdate
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
@@ -45,6 +48,8 @@ class DPFlashOptimizer(DPOptimizer):
         secure_mode: Use Opacus's secure noise.
         fused: Update SGD, Adam and AdamW in the same pass that adds the noise. `.grad` is then None after a step.
             Default: on a GPU with Triton, if the result is that of torch's own update.
+        adam_bc: The floor γ′ of DP-AdamBC (Tang et al. 2023), such as 5e-8. Adam then divides by
+            √max(v̂ − (σC/B)², γ′) instead of √v̂ + ε: v̂ without the variance of the noise. Always `fused`.
 
     Raises:
         UserError: An argument is wrong, or the optimizer calls a closure several times in a step.
@@ -72,20 +77,21 @@ class DPFlashOptimizer(DPOptimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
         fused: bool | None = None,
+        adam_bc: float | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
         _refuse_closures(optimizer)
         if engine.ranks is None:
             refuse_several_processes()
         elif secure_mode:
-            raise UserError(
-                "secure_mode draws its noise on each rank apart, which adds it once for every rank: leave it out; "
-                "the keys of flash clipping's own noise come from the operating system"
-            )
+            raise SECURE_RANKS.error()
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
             )
+        if adam_bc is not None:
+            _check_adam_bc(adam_bc, optimizer, fused, secure_mode)
+            fused = True
         if fused and not FusedUpdate.supports(optimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
@@ -93,8 +99,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._key: Key | None = None  # of the step that runs
         self._steps = 0
         self._own = frozenset(map(id, engine.parameters))
-        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
-        self._fused = fused
+        self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
+        self._fused, self._adam_bc = fused, adam_bc
         self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
         self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
@@ -163,6 +169,7 @@ class DPFlashOptimizer(DPOptimizer):
         if self._uses_fused_update():
             self._fused_step(trained)
             return None
+        self._refuse_adam_bc()
         self._privatise()
         result: float | None = self.original_optimizer.step()
         return result
@@ -171,10 +178,16 @@ class DPFlashOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Do all of a step except the update, for code that calls the two halves itself."""
         self._begin()
+        self._refuse_adam_bc()
         if self._skips():
             return False
         self._privatise()
         return True
+
+    def _refuse_adam_bc(self) -> None:
+        """Refuse an update by torch, which knows no DP-AdamBC."""
+        if self._adam_bc is not None:
+            raise ADAM_BC_UNFUSED.error(cause="this step")
 
     def _privatise(self) -> None:
         """Turn the record of backward into the private gradient in `.grad`."""
@@ -187,10 +200,7 @@ class DPFlashOptimizer(DPOptimizer):
         refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
-            raise UserError(
-                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
-                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
-            )
+            raise FOREIGN_SCALER.error()
         if self.engine.ranks is None:
             refuse_several_processes()
         if not self.engine.attached:
@@ -285,6 +295,42 @@ class DPFlashOptimizer(DPOptimizer):
             self._account()
             self._fused_update(stream, how)
 
+    # -- the step inside a CUDA graph (graphed/) -----------------------------------------------------------------------
+
+    def make_captured_update(self) -> CapturedUpdate | None:
+        """Return what a graph needs to hold noise and update, too; None if they have to follow it."""
+        served = all(p.is_contiguous() and p.dtype in TRITON_DTYPES for p in self.engine.parameters)
+        if not served or self.engine.clip.learns or not self._uses_fused_update():
+            return None
+        assert self._fused_update is not None
+        return self._fused_update.make_captured(next(iter(self.engine.parameters)).device)
+
+    def make_state(self) -> None:
+        """Make the state of parameters that have taken no step, as the first step would. A graph cannot."""
+        if self._uses_fused_update():
+            assert self._fused_update is not None
+            self._fused_update.make_state()
+
+    def next_ends_step(self, more: bool) -> bool:
+        """Return whether the next micro-batch ends its logical batch. `more`: parts of its draw are to come."""
+        return not (self._check_skip_next_step(pop_next=False) or more)
+
+    def capture_update(self, update: CapturedUpdate) -> None:
+        """Capture closing, noise and update of the micro-batch whose backward pass was captured."""
+        assert self._fused_update is not None
+        self._fused_update.capture(self.engine.factored_sums(), self._privatisation(), update)
+
+    def replay_update(self, update: CapturedUpdate, replay: Callable[[], None]) -> None:
+        """Take a step whose update a graph does: all of `step()` around `replay`, which runs the graph."""
+        self._begin()
+        self._skips()
+        self.engine.running_sums.ignore_gradients()
+        how = self._privatisation()
+        self._account()
+        update.fill(how.draw(), how.numbers)
+        replay()
+        update.end_replay()
+
     def _account(self) -> None:
         self._steps += 1
         counted = self.engine.state.observed
@@ -333,6 +379,7 @@ class DPFlashOptimizer(DPOptimizer):
         noise can be removed. Without a generator nothing of the noise is saved.
         """
         state: dict[str, Any] = dict(self.original_optimizer.state_dict())
+        self._save_noise(self.original_optimizer, state)  # its hook is gone if the engine is detached
         if self.accountant is not None:
             state[HISTORY] = [tuple(steps) for steps in self.accountant.history]
         if self.engine.clip.learns:
@@ -398,6 +445,16 @@ def _refuse_closures(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
             "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
         )
+
+
+def _check_adam_bc(floor: Any, optimizer: Optimizer, fused: bool | None, secure_mode: bool) -> None:
+    """Raise UserError if DP-AdamBC cannot be had."""
+    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < math.inf:
+        raise UserError(f"adam_bc must be a finite number above 0, such as 5e-8, not {floor!r}")
+    if not isinstance(optimizer, Adam) or any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ADAM_BC.error()
+    if fused is False or secure_mode:
+        raise ADAM_BC_UNFUSED.error(cause="secure_mode" if secure_mode else "fused=False")
 
 
 def _require_noise(multiplier: float) -> None:

@@ -73,9 +73,11 @@ class Control:
         self.models = 0  # made private so far
         self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
-    def gather(self, value: Any, failure: str | None = None) -> list[Any]:
+    def gather(
+        self, value: Any, failure: str | None = None, what: str = "compare models and settings (make_private)"
+    ) -> list[Any]:
         """Return the value of every rank. Raise UserError if another rank reports a failure instead."""
-        self.meet({WHAT: "compare models and settings (make_private)"})
+        self.meet({WHAT: what})
         return self._gather(value, failure)
 
     def _gather(self, value: Any, failure: str | None = None) -> list[Any]:

@@ -11,25 +11,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import (
+    DDP_OPTIONS,
+    MODEL_PARALLEL,
+    OFFLOADED,
+    PART_OF_WORLD,
+    SAMPLED_SHARDS,
+    SHARDS_IN_DDP,
+    WRAPPERS,
+)
 from dpscope.flash.ranks.distributed import is_initialised
+from dpscope.flash.torch_side.frames import original_of
 from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.flash.torch_side.torch_version import require_for_shards
 
-# Wrappers that are refused, by the names of their classes: torch's, or of libraries that need not be installed.
-_REFUSED = {
-    "DataParallel": "it runs one process on several devices; use DistributedDataParallel under torchrun",
-    "FullyShardedDataParallel": "that is FSDP1; shard with torch.distributed.fsdp.fully_shard (FSDP2)",
-    "DeepSpeedEngine": "shard with torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel",
-    "PipelineStage": "a stage of a pipeline has no whole sample; use fully_shard (FSDP2)",
-}
 _REPLICATED = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel")
 _INSTEAD = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
 # Words in the names of mesh dimensions over which one sample is spread.
 _SAMPLE_DIMENSIONS = {"tp", "tensor", "cp", "context", "sp", "sequence", "pp", "pipeline"}
-# Why checkpointed blocks of a sharded model are not run again at the step, whatever the memory budget.
-SHARDED_BLOCKS = (
-    "the model is sharded, and to run a block again all ranks would have to agree on it; what its layers leave is held"
-)
 
 
 def class_names(module: nn.Module) -> set[str]:
@@ -44,11 +43,16 @@ def is_fsdp(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a model. wrapper: DDP's, which adds up gradients; module: inside of it; mesh: of sharded parameters."""
+    """Layout of a model. wrapper: DDP's, which adds up gradients; given: inside of it, perhaps compiled."""
 
     wrapper: nn.Module | None
-    module: nn.Module
-    mesh: Any  # DeviceMesh, or None where parameters are whole on every rank
+    given: nn.Module
+    mesh: Any  # DeviceMesh of sharded parameters, or None where they are whole on every rank
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without wrappers of DDP and torch.compile."""
+        return original_of(self.given)
 
     def describe(self) -> tuple[str, ...]:
         """Return the facts that have to be the same on all ranks."""
@@ -63,7 +67,7 @@ class Layout:
 def is_spread(model: nn.Module) -> bool:
     """Return True if the model is spread over processes, so that `layout_of` may return its layout."""
     return (
-        bool(class_names(model).intersection(_REPLICATED))
+        bool(class_names(original_of(model)).intersection(_REPLICATED))
         or any(is_fsdp(module) for module in model.modules())
         or any(is_sharded(parameter) for parameter in model.parameters())
     )
@@ -78,6 +82,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     """Return how the model is spread; None if one process has all of it. Raise UserError for unsupported ways."""
     _refuse_wrappers(model)
     _refuse_devices(model)
+    model = original_of(model) if class_names(original_of(model)).intersection(_REPLICATED) else model
     wrapper = model if class_names(model).intersection(_REPLICATED) else None
     module: Any = model if wrapper is None else wrapper.module
     for name, part in module.named_modules():
@@ -89,9 +94,8 @@ def layout_of(model: nn.Module) -> Layout | None:
             raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
         return None
     require_initialised()
-    refuse_compiled(model)
     if sharded and wrapper is not None:
-        raise UserError(f"{sharded[0][0]} is sharded inside {type(wrapper).__name__}: {_INSTEAD}, one of them")
+        raise SHARDS_IN_DDP.error(name=sharded[0][0], kind=type(wrapper).__name__)
     if wrapper is not None:
         _check_ddp(wrapper)
         return Layout(wrapper, module, None)
@@ -102,11 +106,8 @@ def layout_of(model: nn.Module) -> Layout | None:
 
 def _refuse_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        for found in class_names(module).intersection(_REFUSED):
-            raise UserError(
-                f"{name or 'the model'} ({type(module).__name__}) spreads the model in a way that is not supported: "
-                f"{_REFUSED[found]}"
-            )
+        for found in class_names(module).intersection(WRAPPERS):
+            raise WRAPPERS[found].error(name=name or "the model", kind=type(module).__name__)
 
 
 def _refuse_devices(model: nn.Module) -> None:
@@ -140,19 +141,6 @@ def _refuse_outside_blocks(module: nn.Module, sharded: list[tuple[str, nn.Parame
             raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {_INSTEAD}")
 
 
-def compiled_over_ranks(name: str) -> UserError:
-    return UserError(
-        f"{name or 'the model'} is compiled: flash clipping over several processes runs eagerly; leave out "
-        "torch.compile"
-    )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "OptimizedModule" in class_names(module) or getattr(module, "_compiled_call_impl", None) is not None:
-            raise compiled_over_ranks(name)
-
-
 def _check_ddp(wrapper: nn.Module) -> None:
     if not isinstance(wrapper, DistributedDataParallel):
         return  # Opacus's, which does nothing but broadcast at its beginning
@@ -163,10 +151,7 @@ def _check_ddp(wrapper: nn.Module) -> None:
         )
     for option in ("static_graph", "mixed_precision"):
         if getattr(wrapper, option, None):
-            raise UserError(
-                f"DistributedDataParallel({option}=…) changes how gradients are made, and flash clipping makes them "
-                "itself: leave it out"
-            )
+            raise DDP_OPTIONS.error(option=option)
 
 
 def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
@@ -176,21 +161,13 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         _check_placements(name, placements)
         if mesh.size() != dist.get_world_size():
-            raise UserError(
-                f"{name} is sharded over {mesh.size()} of {dist.get_world_size()} processes (tensor, pipeline or "
-                f"context parallelism?): {_INSTEAD}"
-            )
+            raise PART_OF_WORLD.error(name=name, size=mesh.size(), world=dist.get_world_size())
         for dimension in mesh.mesh_dim_names or ():
             if _SAMPLE_DIMENSIONS.intersection(dimension.lower().split("_")):
-                raise UserError(
-                    f"{name} is sharded over a mesh with the dimension {dimension!r}, over which a sample is spread "
-                    f"(tensor, pipeline or context parallelism): {_INSTEAD}"
-                )
-        if parameter.to_local().device.type != mesh.device_type:  # type: ignore[attr-defined]
-            raise UserError(
-                f"{name} is on {parameter.to_local().device}, and its mesh on {mesh.device_type} "  # type: ignore[attr-defined]
-                "(CPUOffloadPolicy): shard without offloading"
-            )
+                raise MODEL_PARALLEL.error(name=name, dimension=dimension)
+        device = parameter.to_local().device  # type: ignore[attr-defined]
+        if device.type != mesh.device_type:
+            raise OFFLOADED.error(name=name, device=device, mesh=mesh.device_type)
     _check_one_mesh(sharded, mesh)
     return mesh
 
@@ -215,7 +192,4 @@ def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
     for name, module in units:
         inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]
         if inside:
-            raise UserError(
-                f"{name or 'the model'} ({type(module).__name__}) runs sample by sample, and {inside[0]} inside it is "
-                "sharded apart: give its own parameter to a small module, or call fully_shard on the outer one alone"
-            )
+            raise SAMPLED_SHARDS.error(name=name or "the model", kind=type(module).__name__, inside=inside[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,19 +15,26 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
 from dpscope.flash.ranks.distributed import is_initialised
-from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
+from dpscope.flash.ranks.layout import Layout, blocks, is_fsdp, is_spread, layout_of, require_initialised
+from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
 from dpscope.flash.ranks.reduction import Reduction
-from dpscope.flash.ranks.stand_ins import without_collectives
+from dpscope.flash.torch_side.frames import skip_frame, uncompiled
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
+BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
+
 
 class WrapperTap(InstanceMethod):
-    """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine."""
+    """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine.
 
+    torch.compile would cut graphs where DDP reduces gradients (optimize_ddp). There is nothing to wait for here.
+    """
+
+    @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync():
+        with self.module.no_sync(), torch._dynamo.config.patch(optimize_ddp=False):
             return self.original(*args, **kwargs)
 
 
@@ -41,6 +48,7 @@ class Ranks:
         control.models += 1
         self._model = control.models  # its number: ranks that train several may step another one
         self._names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._owners = dict(blocks(self.module))
         self._met = False  # to take the step that runs
         self._rehearses = False
 
@@ -69,6 +77,7 @@ class Ranks:
         if self.layout.mesh is None:
             return []
 
+        @uncompiled("flash clipping: ranks meet outside of graphs")
         def meet(module: nn.Module, args: Any) -> None:
             if not self._rehearses:
                 kind = "" if torch.is_grad_enabled() else " without gradients"
@@ -96,6 +105,23 @@ class Ranks:
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))
 
+    def agree_on_reruns(self, own: Sequence[BlockNames]) -> list[BlockNames]:
+        """Return the blocks that any rank runs again, last ones first: number -> names of their parameters.
+
+        `own`: those of this rank, in several lists that are kept apart.
+        """
+        found: list[BlockNames] = [{} for _ in own]
+        for lists in self.control.gather(own, what="agree on checkpointed blocks to run again"):
+            for blocks_of_all, theirs in zip(found, lists, strict=True):
+                for number, names in theirs.items():
+                    blocks_of_all.setdefault(number, set()).update(names)
+        return [dict(sorted(each.items(), reverse=True)) for each in found]
+
+    def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
+        owners = dict.fromkeys(self._owners[parameter] for parameter, name in self._names.items() if name in names)
+        return whole_weights([owner for owner in owners if owner is not None])
+
     def _facts(self, doing: str) -> dict[str, Any]:
         trained = tuple(name for parameter, name in self._names.items() if parameter.requires_grad)
         return {WHAT: doing, "the number of the model": self._model, TRAINED: trained}
@@ -112,7 +138,7 @@ class Ranks:
         """Keep forward passes inside the block from communicating."""
         before, self._rehearses = self._rehearses, True
         try:
-            with nullcontext() if self.layout.mesh is None else without_collectives(self.module):
+            with nullcontext() if self.layout.mesh is None else made_up_weights(self.module):
                 yield
         finally:
             self._rehearses = before

@@ -20,7 +20,6 @@ from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.distributed import refuse_ddp_forward
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
-from dpscope.flash.ranks.layout import compiled_over_ranks
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.rehearsal_run import Sampled
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
@@ -129,12 +128,12 @@ class ForwardPasses:
 
     def begin_replay(self, rows: Rows | None) -> bool:
         """Begin a micro-batch that a graph is to run. Return False if it has to be looked at and has to run eagerly."""
-        self._close_recorded()
+        self.close_recorded()
         if self.state.leaves_out_rest(rows):
             self._abandon()
         return not self.refresh() and self._rehearsals.schedule.count_replay()
 
-    def _close_recorded(self) -> None:
+    def close_recorded(self) -> None:
         """Close the micro-batch before a forward pass that follows a backward pass."""
         if self.state.recorded and not self.in_trial and not self.runs_again():
             self._close()
@@ -161,14 +160,12 @@ class ForwardPasses:
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()
-            if compiled is not None:
-                require_for_compiled()
-        elif compiled is not None:
-            raise compiled_over_ranks("")
+        if compiled is not None:
+            require_for_compiled()
         call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
         if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
             return self._call_root(call)
-        self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
+        self.close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
         made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
         self.is_made_up = False
         if made_up is None:
@@ -202,7 +199,7 @@ class ForwardPasses:
         return rows, without_marks((args, kwargs))
 
     def _call_root(self, call: RootCall) -> Any:
-        self._close_recorded()
+        self.close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0
         real = None if call.compiled is None else self._settled(call.compiled)
@@ -314,7 +311,7 @@ class ForwardPasses:
 
     def admit(self, tap: SampledLayer, x: Tensor) -> Tensor:
         """Check a layer's input if it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
-        self._close_recorded()
+        self.close_recorded()
         if torch._C._functorch.maybe_get_level(x) > 0:
             raise UserError(
                 f"{tap.name} was called inside a transform of torch.func (vmap, grad), where its samples cannot be "
@@ -334,7 +331,7 @@ class ForwardPasses:
 
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of samples, known from the root's forward; outside of it, from `batch_size_of`."""
-        self._close_recorded()
+        self.close_recorded()
         known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
             if self.expects_padding or has_marks(args, kwargs):

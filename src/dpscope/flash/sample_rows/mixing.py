@@ -11,21 +11,24 @@ that is closed at first hides what it multiplies. Later passes are looked at now
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.sample_rows.rehearsal_run import buffers_put_back, opened_gates, untouched
+from dpscope.flash.sample_rows.rehearsal_run import Buffers, Snapshot, opened_gates
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall, apart_from, is_coarse
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
+from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
+from dpscope.flash.torch_side.shards import is_sharded
+from dpscope.random_states import RandomStates, cuda_devices
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
@@ -34,6 +37,9 @@ _FULL_PRECISION = {torch.float32, torch.float64}
 # samples apart.
 _RERUN = 1e-7  # of the largest element: two runs on the same samples
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
+# The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
+_CONFIRMED = 1e-6
+_ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Mixing(TriedCall):
@@ -55,8 +61,15 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
+        self._snapshot: Snapshot | None = None
+        self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        """Return a context after which the model, and all random states, are as they were before the first question."""
+        self._snapshot = self._snapshot or Snapshot(self.model)
+        return self._snapshot.kept()
 
     def has_different_samples(self) -> bool:
         """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
@@ -71,20 +84,59 @@ class Mixing(TriedCall):
 
     def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
         output = self.run_on(index, self.alone(), seed=seed, altered=altered)
-        return [leaf.detach().clone() for leaf in tensors_in(output)]
+        found = [leaf.detach().clone() for leaf in tensors_in(output)]
+        if not self.wide:
+            self._sizes = [_largest(each) for each in found]
+        return found
 
     # -- other samples -----------------------------------------------------------------------------------------------
 
     def draw(self) -> None:
         """Refuse samples that mix, as far as several draws show it. Sets `shared` to the reading that fits."""
+        self._confirmed(self._draw)
+
+    def look_again(self) -> None:
+        """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
+        self._confirmed(lambda: self._try_readings(lambda: None))
+
+    def _draw(self) -> None:
         self._try_readings(self._draw_others)
         self._compare_sizes()
         if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
             self._look_at_parts()
 
-    def look_again(self) -> None:
-        """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
-        self._try_readings(lambda: None)
+    def _confirmed(self, question: Callable[[], None]) -> None:
+        """Ask a question, and again in float64 if it is answered by a refusal: what only rounding moves is no mixing.
+
+        The refusal stands if the model cannot run in float64, or draws random numbers, which would be others there.
+        """
+        try:
+            question()
+        except UserError:
+            if self._draws_random_numbers() or not self._holds_in_float64(question):
+                raise
+
+    def _draws_random_numbers(self) -> bool:
+        devices = cuda_devices(self.model)
+        with self._untouched():
+            before = RandomStates.now(devices)
+            self._outputs(self.rows(), None)
+            return not before.equals(RandomStates.now(devices))
+
+    def _holds_in_float64(self, question: Callable[[], None]) -> bool:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if not any(tensor.dtype in _ROUNDED for tensor in tensors) or any(map(is_sharded, tensors)):
+            return False
+        outer, self.wide = self.alone, True
+        self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
+        try:
+            with in_float64(tensors):
+                question()
+        except Exception:
+            return False
+        finally:
+            self.alone, self.wide = outer, False
+        return True
 
     def _try_readings(self, further: Callable[[], None]) -> None:
         """Find a reading of the arguments by which samples do not mix: a look shows it, and what is asked `further`.
@@ -135,20 +187,28 @@ class Mixing(TriedCall):
 
     def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
         """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
-        with untouched(self.model):
+        with self._untouched():
             before = self._outputs(index, seed)
         for place in places or [RANDOM.randrange(len(index))]:
             others = [row for row in range(self.batch) if row not in index]
             others = others or [row for row in index if row != index[place]]
-            with untouched(self.model):
+            with self._untouched():
                 after = self._outputs([*index[:place], RANDOM.choice(others), *index[place + 1 :]], seed)
             if [each.shape for each in before] != [each.shape for each in after]:
                 return
             kept = torch.tensor([row for row in range(len(index)) if row != place])
-            for first, second in zip(before, after, strict=True):
+            for output, (first, second) in enumerate(zip(before, after, strict=True)):
                 dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
-                if dims and all(apart_from(first, second, dim, kept) for dim in dims):
+                share = self._confirmed_share(output, first)
+                if dims and all(apart_from(first, second, dim, kept, share=share) for dim in dims):
                     raise mixing_found(self.batch)
+
+    def _confirmed_share(self, output: int, found: Tensor) -> float | None:
+        """Return by how much of its largest element an output may move in float64; None in the model's own dtype.
+
+        It is a share of what the output is in that dtype: one that is only rounding there is smaller in float64.
+        """
+        return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300)) if self.wide else None
 
     # -- their number ------------------------------------------------------------------------------------------------
 
@@ -160,11 +220,11 @@ class Mixing(TriedCall):
         Where random numbers are drawn they are others for fewer samples: nothing is said then.
         """
         rows = self.rows()
-        with untouched(self.model):
+        with self._untouched():
             many = self._outputs(rows, 1)
         for fewer in dict.fromkeys((1, len(rows) // 2)):  # some models do not take one sample alone
             try:
-                with untouched(self.model):
+                with self._untouched():
                     few = self._outputs(rows[:fewer], 1)
                 break
             except torch.OutOfMemoryError:
@@ -176,8 +236,9 @@ class Mixing(TriedCall):
         sizes = fewer, len(rows)
         if len(few) == len(many):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
-        if any(self._every_row_differs(*both, *sizes) for both in zip(few, many, strict=False)):
-            with untouched(self.model):
+        pairs = enumerate(zip(few, many, strict=False))
+        if any(self._every_row_differs(*both, *sizes, self._confirmed_share(i, both[1])) for i, both in pairs):
+            with self._untouched():
                 again = self._outputs(rows, 2)
             if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
                 raise UserError(
@@ -185,7 +246,7 @@ class Mixing(TriedCall):
                     f"{sizes[1]} alone give something else): divide by a fixed number, or leave the mean to the loss"
                 )
 
-    def _every_row_differs(self, few: Tensor, many: Tensor, fewer: int, rows: int) -> bool:
+    def _every_row_differs(self, few: Tensor, many: Tensor, fewer: int, rows: int, share: float | None) -> bool:
         dim = _dim_of_samples(few, many, fewer, rows)
         if dim is None or not few.is_floating_point() or not few.numel():
             return False
@@ -193,6 +254,8 @@ class Mixing(TriedCall):
         if a.shape[1] != b.shape[1]:
             return False
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[:fewer], b[:fewer]))
+        if share is not None:
+            return bool((apart > share * torch.maximum(size, size.new_tensor(_largest(b)))).all())
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if is_coarse(few) or not dtypes <= _FULL_PRECISION:
             return bool(read((apart > 0.1 * size).all(), False))
@@ -221,7 +284,7 @@ class Mixing(TriedCall):
 
     def _whole_outputs(self, row: int | None) -> list[Tensor]:
         """Return the real outputs with at least one dimension, sample `row` replaced."""
-        with untouched(self.model):
+        with self._untouched():
             found = self._outputs(None if row is None else replaced(self.batch, row), None)
         return [value for value in found if value.dim() and value.is_floating_point()]
 
@@ -246,10 +309,11 @@ class Mixing(TriedCall):
 
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
         """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
-        with untouched(self.model):
-            with buffers_put_back(self.model):
-                first = rows if self.batch == 1 or not altered else self._shifted(rows)
-                self._outputs(first, 1, altered=altered and self.batch == 1)
+        with self._untouched():
+            buffers = Buffers(self.model)
+            first = rows if self.batch == 1 or not altered else self._shifted(rows)
+            self._outputs(first, 1, altered=altered and self.batch == 1)
+            buffers.put_back()
             return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
@@ -258,7 +322,7 @@ class Mixing(TriedCall):
         return [others[1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
-        with untouched(self.model):
+        with self._untouched():
             state = ModuleState(self.model)
             self._outputs(rows, 1)
             names = sorted(state.take_changes())
@@ -272,11 +336,30 @@ class Mixing(TriedCall):
         """Return what `note` gives after runs as it is, and with the first and the last sample replaced."""
         found = []
         for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
-            with untouched(self.model):
+            with self._untouched():
                 alone = self.batch == 1 and row is not None
                 self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
                 found.append(note())
         return found
+
+
+@contextmanager
+def in_float64(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Have parameters and buffers hold their values in float64 inside the block."""
+    before = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _ROUNDED]
+    try:
+        for tensor, data in before:
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def replaced(batch: int, row: int) -> list[int]:
@@ -302,6 +385,11 @@ def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, share: f
         if dim is not None and before.shape == after.shape and apart_from(before, after, dim, whole, share=share):
             return True
     return False
+
+
+def _largest(output: Tensor) -> float:
+    has_values = output.numel() and output.is_floating_point()
+    return float(read(output.abs().nan_to_num(0).amax(), 0.0)) if has_values else 0.0
 
 
 def _dim_of_samples(few: Tensor, many: Tensor, fewer: int, rows: int) -> int | None:

@@ -20,7 +20,8 @@ number of dimensions of x.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.mixing import mixing_found, replaced
-from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, untouched
+from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, Snapshot
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, apart_from
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in
@@ -51,14 +52,16 @@ class Rehearsal(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.rehearsing = rehearsing
+        self.suspects: Sequence[nn.Module] = ()  # modules that are looked at first
         self.row = 0  # the sample that is changed
+        self._snapshot = Snapshot(model)
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self._content: Run | None = None
 
     def _run(self, run: Run, index: list[int] | None = None) -> Run:
         """Run the forward on the samples `index` (None: all, in order), and leave no trace of it."""
         run.shifted = self.shifted
-        with untouched(self.model):
+        with self._snapshot.kept():
             output = self.run_on(index, self.rehearsing(run))
             for leaf in leaves_in(output):
                 if isinstance(leaf, Tensor):
@@ -258,17 +261,23 @@ class Rehearsal(TriedCall):
     def _refuse_reaching(self, plain: Run) -> None:
         """Find layers whose output, changed in one row, reaches other samples: their rows are not the samples.
 
-        Those whose input has nothing of the samples are found all at once, for they are followed.
+        Those whose input has nothing of the samples are found all at once, because they are followed. With another one
+        go its like in other blocks, if the self-test suspects them, too.
         """
         moved = self._moved(plain, self.content())
         still = {key[0] for key in _inputs(plain) if not any(flag.any() for flag in moved.get(key, ()))}
+        taps: list[Sampled] = list(dict.fromkeys(tap for tap, _ in _inputs(plain)))
+        suspected = [tap for tap in taps if tap.module in self.suspects]
         odd: list[Sampled] = []
-        for tap in dict.fromkeys(tap for tap, _ in _inputs(plain)):
+        for tap in dict.fromkeys((*suspected, *taps)):
+            if odd and suspected and tap not in suspected:
+                break
             if not self._wrong_rows(plain, self._run(Run(self.batch, self.row, only=tap))):
                 continue
             if tap not in still and not odd:
+                alike = [each for each in suspected if _in_any_block(each) == _in_any_block(tap)]
                 reason = f"{self._given(tap, plain)}, but a row of its output reaches other samples, too: its rows are "
-                raise NotFollowed([tap.module], f"{reason}not the samples. {PUT_BATCH_FIRST}", climb=True)
+                raise NotFollowed(_modules_of([tap, *alike]), f"{reason}not the samples. {PUT_BATCH_FIRST}", climb=True)
             if tap in still:
                 odd.append(tap)
         if odd:
@@ -289,6 +298,11 @@ class Rehearsal(TriedCall):
 
 def _modules_of(taps: Iterable[Sampled]) -> list[nn.Module]:
     return list(dict.fromkeys(tap.module for tap in taps))
+
+
+def _in_any_block(tap: Sampled) -> str:
+    """Return the name of a layer without the numbers of blocks and experts."""
+    return re.sub(r"\d+", "#", tap.name)
 
 
 def _inputs(run: Run) -> list[Key]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
-from dpscope.random_states import cuda_devices, random_states_kept
+from dpscope.random_states import RandomStates, cuda_devices
 
 Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
 EVERY_OUTPUT: frozenset[Key] = frozenset([(None, -1)])  # `keep` of a run whose outputs are all wanted
@@ -159,21 +159,47 @@ def fingerprints(x: Tensor, dim: int) -> Tensor:
     return torch.stack([bits.sum(1, dtype=torch.int64), bits[:, ::2].sum(1, dtype=torch.int64)], 1)
 
 
-@contextmanager
-def buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Restore buffers after the block: the same tensors, with the same values."""
-    owned = [(module, dict(module._buffers)) for module in model.modules()]
-    tensors = {id(each): each for _, own in owned for each in own.values() if each is not None}
-    before = [(each, each._version, each.clone()) for each in tensors.values() if not each.is_inference()]
-    try:
-        yield
-    finally:
-        for module, buffers in owned:
+class Buffers:
+    """The buffers of a model as they are now: which tensors, and their values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = [(module, dict(module._buffers)) for module in model.modules()]
+        tensors = {id(each): each for _, own in self._owned for each in own.values() if each is not None}
+        self._values = [(each, each.clone()) for each in tensors.values() if not each.is_inference()]
+        self._versions = [each._version for each, _ in self._values]
+
+    def put_back(self) -> None:
+        for module, buffers in self._owned:
             module._buffers.clear()
             module._buffers.update(buffers)
-        for buffer, version, value in before:
-            if buffer._version != version:
+        for place, (buffer, value) in enumerate(self._values):
+            if buffer._version != self._versions[place]:
                 buffer.copy_(value)
+                self._versions[place] = buffer._version
+
+
+class Snapshot:
+    """Random states, buffers and attributes of a model as they are now, to be put back after runs of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes, self._buffers = ModuleState(model), Buffers(model)
+        self._random = RandomStates.now(cuda_devices(model))
+        generators = {id(v): v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
+        self._own = [(generator, generator.get_state()) for generator in generators.values()]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put everything back after the block."""
+        try:
+            yield
+        finally:
+            self._buffers.put_back()
+            self._random.put_back()
+            for generator, state in self._own:
+                generator.set_state(state)
+            self._attributes.restore()
+            # Casts of weights made without gradients would be taken for those of the real forward.
+            torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -193,18 +219,6 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
             gate.zero_()
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> AbstractContextManager[None]:
     """Restore random states, buffers and attributes of the model after the block."""
-    state_of_modules = ModuleState(model)
-    generators = {id(v): v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
-    own_states = [(generator, generator.get_state()) for generator in generators.values()]
-    try:
-        with random_states_kept(cuda_devices(model)), buffers_put_back(model):
-            yield
-    finally:
-        for generator, own_state in own_states:
-            generator.set_state(own_state)
-        state_of_modules.take_changes()
-        # Casts of weights made without gradients would be taken for those of the real forward.
-        torch.clear_autocast_cache()
+    return Snapshot(model).kept()

@@ -7,7 +7,7 @@ are the same. The first time it is called in some way, that call is rehearsed (r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -36,6 +36,10 @@ from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 MOST_WAYS = 64
 """In which a model is called, as far as they are remembered."""
+
+
+class NotVerified(UserError):
+    """A call in a capture of a kind that could not be verified before: it has to run eagerly."""
 
 
 class UnknownCall(NamedTuple):
@@ -93,6 +97,7 @@ class RehearsedCalls:
         self._in_any_dim = in_any_dim
         self._rehearsed: dict[object, _Reading] = {}  # ways in which the root was called, in order
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
+        self._asked: object = None  # the way, and the pass, of which it was found that samples do not mix
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
@@ -132,16 +137,16 @@ class RehearsedCalls:
         failure, verified = None, False
         if self._is_dry(call):
             if (run := dry_run.current()) is not None and run.verifies:
-                failure, verified = self._verify(call), True
+                failure, verified = self._verify(call, way), True
             return BegunPass(call, way, self.buffers.look(), failure, verified)
         if own_capture() is not None:
             if way not in self._rehearsed:
-                raise UserError("the batch has not been verified yet, because all of its samples are the same")
+                raise NotVerified("all samples of the batch are the same, which shows nothing of several")
             return BegunPass(call, way, self.buffers.look(), None)
         if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
             if call.batch:
-                failure, verified = self._verify(call), True
+                failure, verified = self._verify(call, way), True
                 if self._mixing(call).has_different_samples():
                     self._remember(way)
         elif self.schedule.is_due(call.batch):
@@ -159,8 +164,8 @@ class RehearsedCalls:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
         self.options.note()  # what forward itself has changed
         changed = self.buffers.changed(begun.buffers)
-        if changed and own_capture() is not None:
-            raise UserError(f"{changed[0]} is a buffer that forward changes")
+        if own_capture() is not None and (lost := [*changed, *self.buffers.replaced(begun.buffers)]):
+            raise UserError(f"{lost[0]} is a buffer that forward changes")
         if changed:
             self._judge_buffers(changed, begun.call)
         if begun.failure is not None:
@@ -205,18 +210,23 @@ class RehearsedCalls:
                 stacklevel=2,
             )
 
-    def _verify(self, call: RootCall) -> Exception | None:
+    def _verify(self, call: RootCall, way: object) -> Exception | None:
         """Verify the call; return the error that kept it from being run, if there was one.
 
         Samples do not mix in the untouched model (mixing.py), and the self-test proves that the taps do what that
         model does. Where it fails or cannot tell, a rehearsal finds the layer whose rows are not the samples.
+
+        If the pass begins again with other taps, the untouched model is not asked again.
         """
-        self._shared, self._output_dims, self.doubt = frozenset(), None, ""
+        asked = way, self.schedule.passes
         try:
-            mixing = self._mixing(call)
-            if call.batch > 1:
-                self._draw(mixing, call)
-            mixing.find_carried_state()
+            if asked != self._asked:
+                self._shared, self._output_dims, self.doubt = frozenset(), None, ""
+                mixing = self._mixing(call)
+                if call.batch > 1:
+                    self._draw(mixing, call)
+                mixing.find_carried_state()
+                self._asked = asked
             self._hold_against_model(call)
         except (UserError, torch.OutOfMemoryError):
             raise
@@ -248,17 +258,18 @@ class RehearsedCalls:
                 raise
             misfit = error
         shared = self._shared
-        self._find_rows(call)
+        self._find_rows(call, misfit.suspects if isinstance(misfit, Mismatch) else ())
         if misfit is not None and self._shared == shared:
             raise misfit  # not tested anew: on other rows it may hold by chance
         if misfit is not None:
             self._self_test(call)
 
-    def _find_rows(self, call: RootCall) -> None:
+    def _find_rows(self, call: RootCall, suspects: Sequence[nn.Module] = ()) -> None:
         """Rehearse the call: note which rows of which layer are the samples, and refuse those that are not."""
         if dry_run.current() is not None:
             return
         rehearsal = Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
+        rehearsal.suspects = suspects
         rehearsal.judge()
         self._shared = rehearsal.shared
 

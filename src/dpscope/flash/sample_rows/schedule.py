@@ -1,7 +1,7 @@
 """Schedule of later checks: samples may begin to mix, and layers to change, after the first batch.
 
 A new kind of call is checked completely. After that rows are checked again at passes 2, 4, 8, 16, … and at random ones,
-every third time with the self-test, on a quarter of the batch. Instruments pause these checks while they measure.
+every fourth time with the self-test, on a quarter of the batch. Instruments pause these checks while they measure.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LookSchedule:
     def note_look(self) -> bool:
         """Count a look; return whether the self-test belongs to it."""
         self.looks.append(self.passes)
-        return len(self.looks) % 3 == 2
+        return len(self.looks) % 4 == 2
 
     def pause(self) -> None:
         """Look at nothing again from now on: for measurements, which end before training does."""

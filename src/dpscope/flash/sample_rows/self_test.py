@@ -309,12 +309,12 @@ class SelfTest:
         missed = [parameter for parameter in bad if parameter not in set(order)]
         first = missed[0] if missed else next(parameter for parameter in order if parameter in bad)
         name = names[first]
-        owner = self.model.get_submodule(name.rpartition(".")[0])
+        owner, *suspects = (self.model.get_submodule(names[each].rpartition(".")[0]) for each in (first, *bad))
         reason = (
             f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
-            "its size)"
+            "its size). If a hook or an autograd.Function mixes samples in backward, remove it"
         )
-        raise Mismatch([owner], reason)
+        raise Mismatch([owner], reason, suspects=suspects)
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:

@@ -43,4 +43,11 @@ class NotFollowed(BaseException):
 
 
 class Mismatch(NotFollowed):
-    """The taps of `modules` do something else than the modules do, as the self-test has found."""
+    """The taps of `modules` do something else than the modules do, as the self-test has found.
+
+    suspects  every module whose gradients are wrong, perhaps because of another one behind it
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], reason: str, *, suspects: Sequence[nn.Module] = ()) -> None:
+        super().__init__(modules, reason)
+        self.suspects = suspects

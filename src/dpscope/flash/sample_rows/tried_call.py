@@ -64,6 +64,7 @@ class TriedCall:
         self.forward, self.batch = call.forward, call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
+        self.wide = False  # whether it runs in float64
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
@@ -117,8 +118,10 @@ class TriedCall:
                 leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
-                return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+                leaf = _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+            elif isinstance(leaf, Tensor):
+                leaf = leaf.clone()
+            return leaf.double() if self.wide and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
         if seed is not None:

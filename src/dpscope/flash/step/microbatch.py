@@ -81,7 +81,8 @@ class MicroBatch:
             norms.add(squared)
         norms.add_all(self._parts, self._groups)
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
-        self.clipping: Factors = clip_factors(norms.result(), clip, multiplier, real, bounds)
+        self.squared = norms.result()
+        self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 

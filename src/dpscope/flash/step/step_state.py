@@ -255,8 +255,8 @@ class StepState:
                 )
             if self._forbids_accumulation and self._micro_batches:
                 raise UserError(
-                    "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: "
-                    "call optimizer.step() and zero_grad() after each, or use Opacus's BatchMemoryManager"
+                    "a second backward pass since the last step, but a Poisson draw is one step: call step() and "
+                    "zero_grad() after each, or use Opacus's BatchMemoryManager (in a Trainer: dpscope.transformers)"
                 )
             self._micro_batch = RECORDED
         if slot is not None:

@@ -8,15 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.stand_in import NotFollowed
-from dpscope.flash.taps.taps import EngineTap
+from dpscope.flash.taps.taps import Engine, EngineTap
 from dpscope.flash.torch_side.frames import run_outside
 
 
 class CompiledRegion(Protocol):
-    """Something that is compiled, called with stand-ins for its taps (compiled/regions.py)."""
+    """Something that is compiled, called with capture leaves for its taps (compiled/regions.py)."""
 
     eager: Callable[..., Any]
 
@@ -84,8 +85,19 @@ class ZeroGradTap(EngineTap):
 
     attribute = "zero_grad"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        # torch's own walks over all modules, which takes milliseconds in a large model.
+        self.parameters = list(module.parameters()) if type(module).zero_grad is nn.Module.zero_grad else None
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if not self.engine.zero_grad(set_to_none):
+            return
+        if self.parameters is None or not set_to_none:
+            self.original(set_to_none)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def clear_what_is_compiled() -> None:

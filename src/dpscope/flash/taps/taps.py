@@ -305,7 +305,7 @@ class LayerTap(TapOfSamples):
                 self._accept_whole(key, self.parameters.get(key))
 
     def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
-        """Expect the whole parameter that FSDP2 puts in its shard's place around forward; refuse any other.
+        """Expect the shard, or the whole parameter that FSDP2 puts in its place around forward; refuse any other.
 
         Return True if a frozen layer has something else in that place now: what it is made of is followed elsewhere.
         """
@@ -315,7 +315,7 @@ class LayerTap(TapOfSamples):
             return False  # the parameter is used elsewhere, too, and followed there
         if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
             return True
-        if slot is None or self.expected[index][1] is not slot.parameter or not slot.is_whole(parameter):
+        if slot is None or not slot.stands_for(parameter):
             refuse_replaced(self, key)
         self.expected[index] = (key, parameter)
         return False

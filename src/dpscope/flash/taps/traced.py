@@ -1,9 +1,9 @@
-"""A tapped call inside a compiled graph: a pure function, whose backward gives x and g out as gradients of stand-ins.
+"""A tapped call inside a compiled graph: a pure function, whose backward gives x and g as gradients of capture leaves.
 
 Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
-takes, besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
+takes, besides x, a capture leaf for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
 zeros of the right shape that nothing reads. Only their *gradients* are needed, and no compiler may drop a gradient. The
-node that made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
+node that made the capture leaves (capture_leaves.py) runs outside of the graph and receives them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dpscope.flash.torch_side.frames import uncompiled
 
 
 class Handed(NamedTuple):
-    """Stand-ins of a tap for one call. `like`: a tensor of the shape and dtype that x has to have."""
+    """Capture leaves of a tap for one call. `like`: a tensor of the shape and dtype that x has to have."""
 
     like: Tensor
-    stand_ins: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
     last: bool  # of the calls in this forward
 
 
@@ -115,18 +115,18 @@ class TracedTap(Protocol):
 
 
 class Traced(torch.autograd.Function):
-    """Autograd function of `tap.forward` and `tap.gradients`. Its pieces become the gradients of the stand-ins.
+    """Autograd function of `tap.forward` and `tap.gradients`. Its pieces become the gradients of the capture leaves.
 
-    A call in a checkpoint has one stand-in more, a ticket: its gradient is 1. The sum of two calls would be 2.
+    A call in a checkpoint has one capture leaf more, a ticket: its gradient is 1. The sum of two calls would be 2.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
+        ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *leaves: Tensor
     ) -> Tensor:
         """Run the layer on `cast`, which is x in the layer's dtype without history; on x if there is none."""
         ctx.tap, ctx.live, ctx.traced = tap, live, True
-        ctx.dtypes = tuple(each.dtype for each in stand_ins)
+        ctx.dtypes = tuple(each.dtype for each in leaves)
         output = tap.forward(ctx, x if cast is None else cast)
         # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
@@ -137,29 +137,29 @@ class Traced(torch.autograd.Function):
         given = [piece for piece in pieces if piece is not None]
         if len(given) < len(ctx.dtypes):
             given.append(torch.ones((), dtype=torch.float32, device=g.device))
-        # Autograd would round a gradient to its stand-in's dtype in silence.
+        # Autograd would round a gradient to its capture leaf's dtype in silence.
         for piece, dtype in zip(given, ctx.dtypes, strict=True):
             assert torch.promote_types(piece.dtype, dtype) == dtype
         return None, dx, None, None, *given
 
 
 def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
-    """Call the tap in a graph, if it was handed stand-ins that fit; otherwise break the graph around it."""
+    """Call the tap in a graph, if it was handed capture leaves that fit; otherwise break the graph around it."""
     index = tap.calls
     if index >= len(tap.handed):
         return break_graph(tap, (x,), {})
-    like, stand_ins, last = tap.handed[index]
+    like, leaves, last = tap.handed[index]
     if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
         return call_traced(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
     given, x = x, tap.prepare(x)
     if x.shape != like.shape or x.dtype != like.dtype:
         return break_graph(tap, (given,), {})
-    rows = stand_ins[0].shape[0]
+    rows = leaves[0].shape[0]
     if x.shape[0] != rows:  # one row for all samples
         x = x.expand(rows, *x.shape[1:])
     cast, dtype = None, tap.operand_dtype(x)
-    # Autocast may have been on when the stand-ins were made, and be off now: what the layer leaves would be rounded.
-    if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in stand_ins):
+    # Autocast may have been on when the leaves were made, and be off now: what the layer leaves would be rounded.
+    if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in leaves):
         return break_graph(tap, (given,), {})
     if tap.counted:
         tap.calls = index + 1
@@ -167,11 +167,11 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
         cast = tap.engine.graph_cast.of(x, dtype)
     if tap.counted and last:
         tap.engine.graph_cast.clear()
-    return Traced.apply(tap, x, cast, live, *stand_ins)  # type: ignore[no-untyped-call]
+    return Traced.apply(tap, x, cast, live, *leaves)  # type: ignore[no-untyped-call]
 
 
 @uncompiled(
-    "flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly"
+    "flash clipping: capture leaves do not fit this call of a layer, or it runs sample by sample; it runs eagerly"
 )
 def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the tap uncompiled."""

@@ -1,15 +1,40 @@
-"""CUDA graphs: the engine's own capture of a micro-batch, and captures by hand, which are refused."""
+"""CUDA graphs: capture and replay, the engine's own capture of a step, and captures by hand, which are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.flash.torch_side import dry_run
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether steps on the device can be captured."""
+    return device.type == "cuda"
+
+
+def record(run: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
+    """Capture what `run` asks the device for. Return what runs it again, and its result, which that fills."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        # Tables of pointers are written on another stream meanwhile, which the other modes forbid.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+            result = run()
+    except BaseException:
+        # torch leaves the generator as if the capture still ran: it could draw nothing any more.
+        generator.graphsafe_set_state(before)
+        raise
+    return graph.replay, result
 
 
 class OwnCapture:
@@ -20,7 +45,7 @@ class OwnCapture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.kept: list[Tensor] = []
+        self.kept: list[object] = []
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def keep(self, host: Tensor, device: torch.device) -> Tensor:
@@ -37,6 +62,25 @@ _own: list[OwnCapture] = []
 def own_capture() -> OwnCapture | None:
     """Return the engine's capture that runs, or None."""
     return _own[-1] if _own else None
+
+
+def device_cache(maxsize: int) -> Callable[[_Function], _Function]:
+    """Cache tensors on a device by arguments, as lru_cache does. A graph keeps those that it reads."""
+
+    def decorate(function: _Function) -> _Function:
+        cached: Any = lru_cache(maxsize)(function)
+        dry_run.forget_between(cached.cache_clear)
+
+        @wraps(function)
+        def kept(*args: Any) -> Any:
+            found = cached(*args)
+            if _own:
+                _own[-1].kept.append(found)
+            return found
+
+        return cast("_Function", kept)
+
+    return decorate
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from torch import nn
 from torch._dynamo import decorators, eval_frame
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import COMPILED_FORWARD
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Sets what looks at each new Python frame and gives back what did before. None: frames run as they are.
 _set_callback: Callable[[Any], Any] | None = getattr(eval_frame, "set_eval_frame", None)
 _skip: Callable[[Any], Any] | None = getattr(decorators, "skip", None)
+skip_frame: Callable[[_Function], _Function] = _skip or (lambda function: function)  # what it calls may be compiled
 
 COMPILE_FIRST = (
     "the model was compiled after it was made private, and what counts its samples runs between graphs: for "
@@ -103,7 +105,7 @@ def require_module(model: object) -> None:
 def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], around: Collection[nn.Module]) -> None:
     """Raise UserError if the forward of a module with trained `layers` inside was compiled instead of the module.
 
-    Nothing runs before such a function that could give the layers their stand-ins. Not so in the modules `around`
+    Nothing runs before such a function that could give the layers their capture leaves. Not so in the modules `around`
     whose forward is a tap: it calls the compiled function, outside of graphs.
     """
     trained = {layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters())}
@@ -111,10 +113,7 @@ def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], ar
         if is_wrapper(module) or module in around or not _is_compiled_function(module.forward):
             continue
         if not trained.isdisjoint(module.modules()):
-            raise UserError(
-                f"the forward of {name or 'the model'} was compiled as a function, in which flash clipping cannot "
-                "record its layers: compile the module instead, by module.compile() or torch.compile(module)"
-            )
+            raise COMPILED_FORWARD.error(name=name or "the model")
 
 
 def _is_compiled_function(function: object) -> bool:

@@ -47,16 +47,18 @@ class ModuleState:
         self.unit = unit
         self._undo: list[Callable[[], None]] = []
         seen: set[int] = set()
-        self._tokens: dict[str, tuple[nn.Module, str, Any]] = {}
+        self._tokens: dict[str, tuple[Any, Any]] = {}  # path -> value and token
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of modules, and as they are now
         for name, module in unit.named_modules():
-            for key, value in vars(module).items():
-                if key not in _INTERNAL:
-                    path = f"{name}.{key}" if name else key
-                    if type(value) in _IMMUTABLE:  # most are: no container to look into
-                        self._tokens[path] = (module, key, (value, value))
-                        continue
-                    self._tokens[path] = (module, key, (value, token(value)))
-                    self._undo += _undo_of(value, seen)
+            held = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+            self._held.append((vars(module), held))
+            for key, value in held.items():
+                path = f"{name}.{key}" if name else key
+                if type(value) in _IMMUTABLE:  # most are: no container to look into
+                    self._tokens[path] = (value, value)
+                    continue
+                self._tokens[path] = (value, token(value))
+                self._undo += _undo_of(value, seen)
 
     def take_changes(self) -> dict[str, Any]:
         """Return attributes that are new or changed, by path, and restore the modules.
@@ -74,7 +76,7 @@ class ModuleState:
                 value = attributes[key]
                 if known is None:
                     del attributes[key]
-                elif value is known[2][0] and (type(value) in _IMMUTABLE or token(value) == known[2][1]):
+                elif value is known[0] and (type(value) in _IMMUTABLE or token(value) == known[1]):
                     continue
                 if own is None:
                     own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
@@ -85,10 +87,13 @@ class ModuleState:
         return changed
 
     def restore(self) -> None:
+        """Give every attribute the value that it had, and remove new ones."""
         for undo in self._undo:
             undo()
-        for module, key, (value, _) in self._tokens.values():
-            vars(module)[key] = value
+        for attributes, before in self._held:
+            for key in attributes.keys() - before.keys() - _INTERNAL:
+                del attributes[key]
+            attributes.update(before)
 
 
 class OptionWatch:
@@ -119,6 +124,11 @@ class OptionWatch:
     def values(self) -> list[Any]:
         """Return the options as they are."""
         return [holder.get(key) for holder, key in self._cells]
+
+    def changed_since(self, before: list[Any]) -> str | None:
+        """Return the name of an option that is not as it was when `values` gave `before`; None if all are."""
+        both = zip(self._cells, self.values(), before, strict=True)
+        return next((key for (_, key), new, old in both if new is not old and new != old), None)
 
     def note(self) -> None:
         """Remember the current state as known."""
@@ -232,6 +242,15 @@ class BufferWatch:
             if path not in self.independent and (replaced or (buffer is not None and buffer._version != version)):
                 found.append(path)
         return found
+
+    def replaced(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
+        """Return paths of saved buffers that are other tensors than when `before` was taken."""
+        both = zip(self._places, before, strict=True)
+        return [
+            path
+            for (path, module, key), (buffer, _) in both
+            if module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
+        ]
 
     def values(self, paths: list[str]) -> list[Tensor | None]:
         buffers = {path: module._buffers.get(key) for path, module, key in self._places if path in paths}

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.fused_update import adam_numbers, fused_adam_, fused_sgd_, sgd_numbers
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.shards import local_parts
-from dpscope.flash.update.noise_source import Key, NoiseSource
+from dpscope.flash.update.captured_update import CapturedUpdate, Numbers
+from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource
 from dpscope.flash.update.step_counts import StepCounts
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
@@ -48,6 +49,10 @@ class Privatisation:
             self.noise.use(key)
         return key
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"noise_std": self.noise_std, "grad_scale": self.grad_scale}
+
 
 def privatise_gradients(
     optimizer: Optimizer, gradients: Sequence[tuple[nn.Parameter, Tensor]], how: Privatisation
@@ -64,10 +69,14 @@ def privatise_gradients(
 
 
 class FusedUpdate:
-    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it."""
+    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    adam_bc  the floor of DP-AdamBC, of Adam and AdamW
+    """
+
+    def __init__(self, optimizer: Optimizer, adam_bc: float | None = None) -> None:
         self.optimizer = optimizer
+        self._adam_bc = adam_bc
         self._update = _RULES[type(optimizer)]
         self._counts = StepCounts()
 
@@ -91,15 +100,40 @@ class FusedUpdate:
             use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]
         )
 
-    @torch.no_grad()
     def __call__(self, batches: Iterable[SumBatch], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
+        self._counts.begin_step()
+        self._run(batches, how, how.draw(), None)
+
+    def make_state(self) -> None:
+        """Make Adam's moments and counters, all zero. Momentum of SGD begins with the first gradient."""
+        for group in self.optimizer.param_groups if type(self.optimizer) is not SGD else ():
+            for parameter in filter(_IS_TRAINED, group["params"]):
+                _with_moments(self.optimizer.state[parameter], parameter, group, _moments(group))
+
+    def make_captured(self, device: torch.device) -> CapturedUpdate | None:
+        """Return what `capture` needs; None if state is missing that the next step makes."""
+        for group in self.optimizer.param_groups:
+            if type(self.optimizer) is SGD and not group["momentum"]:
+                continue
+            if not all(self.optimizer.state.get(parameter) for parameter in filter(_IS_TRAINED, group["params"])):
+                return None
+        self._counts.read([state["step"] for state in self.optimizer.state.values() if "step" in state])
+        return CapturedUpdate(self.optimizer, self._counts, device)
+
+    def capture(self, batches: Iterable[SumBatch], how: Privatisation, captured: CapturedUpdate) -> None:
+        """Update inside the capture of a CUDA graph, for its replays. Draw no key and count no step."""
+        self._counts.begin_step()  # or counters would be read from the device
+        self._run(batches, how, NO_KEY, captured)
+        captured.spend()
+
+    @torch.no_grad()
+    def _run(self, batches: Iterable[SumBatch], how: Privatisation, key: Key, captured: CapturedUpdate | None) -> None:
         optimizer = self.optimizer
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         starts = how.noise.starts(optimizer)
-        seed, offset = how.draw()
-        privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
-        self._counts.begin_step()
+        privacy = {**how.numbers, "seed": key[0], "offset": key[1]}
+        step = _Step(optimizer.state, self._counts, privacy, captured, self._adam_bc)
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for batch in batches:
@@ -107,13 +141,13 @@ class FusedUpdate:
             as_gradients = batch.factors is not None
             del batch  # the next is made when it is asked for: nothing here holds what this one takes
             if as_gradients or waiting >= PIECE_BYTES:
-                self._apply(pieces, privacy)
+                self._apply(pieces, step)
                 waiting = 0
-        self._apply(pieces, privacy)
+        self._apply(pieces, step)
 
-    def _apply(self, pieces: dict[_Kind, _Piece], privacy: dict[str, Any]) -> None:
+    def _apply(self, pieces: dict[_Kind, _Piece], step: _Step) -> None:
         for piece in pieces.values():
-            self._update(piece, self.optimizer.state, self._counts, {**privacy, "factors": piece.factors})
+            self._update(piece, step)
         pieces.clear()
 
 
@@ -183,22 +217,51 @@ class _Piece:
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
-_Rule = Callable[[_Piece, _State, StepCounts, dict[str, Any]], None]
 
 
-def _sgd(piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any]) -> None:
+@dataclass
+class _Step:
+    """The step that an update belongs to: the optimizer's state, key and noise, and the capture that it is in."""
+
+    state_of: _State
+    counts: StepCounts
+    privacy: dict[str, Any]
+    captured: CapturedUpdate | None
+    adam_bc: float | None
+
+    def advance(self, counters: list[Tensor], step: int) -> None:
+        if self.captured is None:
+            self.counts.advance(counters, step)
+
+    def row(self, numbers: Numbers, step: int, piece: _Piece, counters: Sequence[Tensor] = ()) -> Tensor | None:
+        """Return where a launch inside a graph reads its key and numbers."""
+        if self.captured is None:
+            return None
+        return self.captured.add(piece.group, step, numbers, piece.parameters, *counters)
+
+
+_Rule = Callable[[_Piece, _Step], None]
+
+
+def _sgd(piece: _Piece, step: _Step) -> None:
     group = piece.group
     fresh = [True] * len(piece.parameters)
     buffers: list[list[Tensor]] = []
     if group["momentum"]:
-        states = [state_of[parameter] for parameter in piece.parameters]
+        states = [step.state_of[parameter] for parameter in piece.parameters]
         fresh = [state.get("momentum_buffer") is None for state in states]
         for parameter, state in zip(piece.parameters, states, strict=True):
             if state.get("momentum_buffer") is None:
                 # What it holds is ignored on a first step: dampening applies from the second on.
                 state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.preserve_format)
         buffers = [[state["momentum_buffer"] for state in states]]
-    options = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+
+    def options() -> dict[str, Any]:
+        return {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+
+    def numbers(_: int, privacy: dict[str, Any]) -> list[float]:
+        return sgd_numbers(**options(), **privacy)
+
     for first, part, columns in piece.by_value(fresh, buffers):
         fused_sgd_(
             local_parts(part.parameters),
@@ -206,21 +269,27 @@ def _sgd(piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str,
             local_parts(columns[0]) if columns else (),
             first_step=first,
             starts=part.starts,
-            **options,
-            **privacy,
+            factors=part.factors,
+            row=step.row(numbers, 1, part),
+            **options(),
+            **step.privacy,
         )
 
 
-def _adam(
-    piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any], *, decoupled: bool = False
-) -> None:
+def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     group = piece.group
-    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    options: dict[str, Any] = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
-    options["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
-    states = _state_columns(piece, state_of, moments)
-    for step, part, (counters, *columns) in piece.by_value(counts.next_values(states[0]), states):
-        counts.advance(counters, step)
+
+    def options() -> dict[str, Any]:
+        found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+        found["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
+        return {**found, "floor": step.adam_bc}
+
+    def numbers(count: int, privacy: dict[str, Any]) -> list[float]:
+        return adam_numbers(step=count, **options(), **privacy)
+
+    states = _state_columns(piece, step.state_of, _moments(group))
+    for count, part, (counters, *columns) in piece.by_value(step.counts.next_values(states[0]), states):
+        step.advance(counters, count)
         exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
         fused_adam_(
             local_parts(part.parameters),
@@ -228,11 +297,17 @@ def _adam(
             exp_avgs,
             exp_avg_sqs,
             maxima[0] if maxima else (),
-            step=step,
+            step=count,
             starts=part.starts,
-            **options,
-            **privacy,
+            factors=part.factors,
+            row=step.row(numbers, count, part, counters),
+            **options(),
+            **step.privacy,
         )
+
+
+def _moments(group: _Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
 def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:

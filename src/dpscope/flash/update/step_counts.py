@@ -54,6 +54,15 @@ class StepCounts:
         seen = zip(map(id, counters), versions, pointers, strict=True)
         return [(known[key] if key in known else int(counter)) + 1 for counter, key in zip(counters, seen, strict=True)]
 
+    def read(self, counters: list[Tensor]) -> None:
+        """Read counters that are not known, so that `next_values` waits for no device, as a CUDA graph demands."""
+        self.begin_step()
+        values = [value - 1 for value in self.next_values(counters)]
+        for value in set(values):
+            alike = [counter for counter, each in zip(counters, values, strict=True) if each == value]
+            seen = list(map(_VERSION, alike)), list(map(Tensor.data_ptr, alike))
+            self._known.append(_Counted(alike, *seen, value, None))
+
     def advance(self, counters: list[Tensor], value: int) -> None:
         """Add one to counters, which then hold `value`."""
         pointers = list(map(Tensor.data_ptr, counters))

@@ -73,7 +73,7 @@ class Record:
 
     @property
     def start(self) -> int:
-        """The event after which everything that was there before the step is counted in."""
+        """The event after which everything from before the step is counted."""
         return max(0, self.marks[0][0] - 1) if self.marks else 0
 
     def last_releases(self) -> list[int | None]:
@@ -85,7 +85,7 @@ class Record:
         return found
 
     def totals(self) -> list[int]:
-        """Return the live bytes after each event, counted without components: what these have to add up to."""
+        """Return the live bytes after each event, counted without components, which have to add up to them."""
         sizes = [0] * len(self.lives)
         totals, total = [], 0
         for kind, index, nbytes in self.events:

@@ -30,7 +30,7 @@ AFTER_WARMUP = "3_after_warmup"
 
 
 class Snapshots:
-    """Camera of snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
+    """Recorder of snapshots. `allocated`, the bytes live now, is not needed on CUDA and between steps."""
 
     def __init__(self, device: str, *, private: bool) -> None:
         self.taken: list[Snapshot] = []
@@ -76,7 +76,7 @@ class Snapshots:
 
 
 def live_tensor_bytes() -> int:
-    """Return the bytes of the CPU tensors that Python can reach; between steps those are all there are."""
+    """Return the bytes of the CPU tensors that Python can reach; between steps there are no others."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return storage_bytes(
         tensor

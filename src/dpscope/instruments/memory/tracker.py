@@ -1,8 +1,8 @@
 """Tracker of a step: it watches every operator and follows each storage from birth to death.
 
-It counts storages, not tensors, holds them weakly, and allocates nothing on the device. `holdings` says who holds what,
-and is asked whenever a phase begins or ends. Times are never measured here, because a tracked step takes a few times as
-long.
+It counts storages, not tensors, keeps weak references, and allocates nothing on the device. `holdings` says who holds
+what, and is asked whenever a phase begins or ends. Times are never measured here, because a tracked step takes a few
+times as long.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.record.lives[index].nbytes for index in list(self._indices.values()))
 
     def note_holdings(self) -> None:
-        """Note the owners that `holdings` names now: each owns its storage for the whole of the storage's life."""
+        """Record the owners that `holdings` names now. Each owns its storage for the storage's whole life."""
         for component, module, tensor in self._holdings():
             for life in self._lives_of(tensor, BEFORE_STEP):
                 if component == ACTIVATION_HOOKS:
@@ -183,7 +183,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 class _Saved:
-    """Stand-in for a saved tensor in autograd's graph; deleted when the graph releases it."""
+    """Proxy for a saved tensor in autograd's graph; deleted when the graph releases it."""
 
     __slots__ = ("_firsts", "_lives", "_released", "_tensor")
 

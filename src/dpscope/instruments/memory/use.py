@@ -68,7 +68,7 @@ class MemoryUse:
 
     @cached_property
     def peak(self) -> int:
-        """The event after which most was live; the first of several."""
+        """The event after which the most bytes were live; the first if there are several."""
         return max(range(self.record.start, len(self.totals)), key=self.totals.__getitem__)
 
     @property
@@ -179,7 +179,7 @@ ComponentRule = Callable[[Birth], str | None]
 
 
 def attribute(record: Record, rules: Iterable[ComponentRule] = ()) -> MemoryUse:
-    """Attribute every byte of the record to a component. Raise if they do not add up to the live total at an event."""
+    """Attribute every byte of the record to a component. Raise if the components do not add up to the live total."""
     asked = tuple(rules)
     belongings = [_belonging(life, asked) for life in record.lives]
     new = {name for belonging in belongings for name in belonging} - set(KEYS)

@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def number(self) -> float:
-        """`1,135,307,776` as a number; NaN for what is none."""
+        """`1,135,307,776` as a number; NaN if it is none."""
         try:
             return float(self.value.replace(",", ""))
         except ValueError:
@@ -87,7 +87,7 @@ class KernelDetails:
 
 
 def read_details(path: Path | str) -> list[KernelDetails]:
-    """Return every launch in a CSV file of ncu's Details page, in order. Lines before the header are passed over."""
+    """Return every launch in a CSV file of ncu's Details page, in order. Lines before the header are skipped."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:

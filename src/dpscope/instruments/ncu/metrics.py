@@ -127,6 +127,6 @@ def make_flops(values: Mapping[str, float]) -> dict[str, int]:
 
 
 def summarise_range(values: Mapping[str, float]) -> Counted:
-    """Return what a result says of one range: figures, operations, raw metrics, and what could not be made."""
+    """Return a range as results hold it: figures, operations, raw metrics, and figures that could not be made."""
     traffic, lacking = make_figures(values, TRAFFIC_FORMULAS)
     return {"traffic": traffic, "flops": make_flops(values), "metrics": dict(values), "missing": lacking}

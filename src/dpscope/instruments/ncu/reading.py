@@ -1,6 +1,6 @@
 """Reader of `.ncu-rep` files on any machine, with ncu's own importer or NVIDIA's `ncu-report` package.
 
-Values are in base units (bytes, ns, sectors), whichever way they came.
+Values are in base units (bytes, ns, sectors), whichever tool read them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _number(cell: str) -> float | None:
 
 
 def find_phase(texts: Iterable[str]) -> str | None:
-    """Return the phase among a row's NVTX ranges; their column's layout differs from version to version."""
+    """Return the phase among a row's NVTX ranges; the column's layout differs between versions."""
     return next((match.group(1) for text in texts if (match := _PHASE.search(text))), None)
 
 

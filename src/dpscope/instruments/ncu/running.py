@@ -107,7 +107,7 @@ _UNKNOWN_METRIC = re.compile(
 
 
 def unknown_metrics(output: str) -> list[str]:
-    """Return the metrics that ncu says this GPU does not have, or cannot count in this way."""
+    """Return the metrics that ncu reports as missing on this GPU, or as not countable in this mode."""
     found = (absent or unsupported for absent, unsupported in _UNKNOWN_METRIC.findall(output))
     return list(dict.fromkeys(name.rstrip(".") for name in found))
 
@@ -185,7 +185,7 @@ def take_report(
     """Run ncu until it leaves `report`, dropping metrics and options that it refuses.
 
     `make_command` turns the metrics that are left into a command. `may_be_cut`: the program ends itself when its time
-    is over, which ncu calls an error and keeps what it has counted.
+    is over. ncu then reports an error, but keeps its counts.
     """
     wanted, refused = list(metrics), list[str]()
     deadline = time.monotonic() + limit

@@ -1,4 +1,4 @@
-"""Location of nsys, what its version can do, its command lines, and the variables that the program may see."""
+"""Location of nsys, its version's features, its command lines, and the variables that the program may see."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Return whether this version has the option. If its help could not be read, nsys itself will refuse it."""
+        """Return whether this version has the option; True if its help could not be read."""
         return not self.options or option in self.options
 
 
@@ -146,7 +146,7 @@ def interactive_commands(
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return a command as one types it, with the environment it would get and no other."""
+    """Return a command as it is typed in a shell, with only the environment it would get."""
     variables = [f"{name}={value}" for name, value in sorted(environment.items())]
     return shlex.join(["env", "-i", *variables, *command])
 

@@ -1,4 +1,4 @@
-"""nsys's messages, each with what a person can do about it; and what can be known before it is run."""
+"""Messages of nsys, each with its remedy, and checks before it is run."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class CapturedTimeline:
 
 
 def read_timeline(path: Path) -> CapturedTimeline:
-    """Return everything in an export that the summary is made of."""
+    """Return everything in an export that the summary needs."""
     if not path.is_file():
         raise UnreadableCapture(f"{path} is not there: give the .sqlite file of an `nsys export`")
     try:
@@ -108,7 +108,7 @@ def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
         raise UnreadableCapture(f"{path} is no export of Nsight Systems: it has no table StringIds")
 
     def rows(table: str, query: str, make: Callable[..., T]) -> Iterator[T]:
-        """Yield what a query gives, row by row; nothing if the table is not there."""
+        """Yield the rows of a query; none if the table does not exist."""
         return (make(*row) for row in database.execute(query)) if table in tables else iter(())
 
     copy_columns = {column for _, column, *_ in database.execute("PRAGMA table_info(CUPTI_ACTIVITY_KIND_MEMCPY)")}

@@ -35,7 +35,7 @@ _AS_ORDINARY_USER = ("--user", "--map-current-user")
 
 @cache
 def isolation_prefix() -> tuple[str, ...]:
-    """Return a prefix with which a command sees no process but its own; nothing if the system cannot do that."""
+    """Return a prefix that hides all other processes from a command; nothing if the system cannot do that."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
@@ -59,7 +59,7 @@ def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
 
 
 def assigned_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
-    """Return the names of the variables whose assignment a file holds."""
+    """Return the names of the variables whose assignments occur in a file."""
     content = file.read_bytes()
     return sorted({each.partition(b"=")[0].decode(errors="replace") for each in assignments if each in content})
 

@@ -1,8 +1,8 @@
 """Copy of an export without traces of the machine: `python -m dpscope.instruments.nsys.stripping FROM TO`.
 
 nsys records more than the steps: the profiled process's environment and what it printed, the host's name and hardware,
-the names of every process on it. The copy holds only the tables and columns listed here, and of the strings only those
-they refer to: what is not known to be harmless is not copied. Names of kernels, CUDA calls and NVTX ranges stay.
+the names of every process on it. The copy holds only the tables and columns listed here and the strings they refer to.
+Anything not known to be harmless is left out. Names of kernels, CUDA calls and NVTX ranges stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Figures from a timeline: what the GPU spent its time on, in which phase, and when it was idle.
 
 A kernel belongs to the phase in which it was launched, from any thread of the process (autograd has its own), and to
-the innermost if ranges nest. A gap is *waiting for the host* if what ended it was not yet launched when it began.
-docs/nsys.md has the details.
+the innermost if ranges nest. A gap is *waiting for the host* if the work that ended it was not yet launched when the
+gap began. docs/nsys.md has the details.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepAverage:
         return {**total, "bytes": size / self.steps} if size else total
 
     def by_name(self, events: Sequence[Activity] | Sequence[Call]) -> list[Named]:
-        """Return what each name took, the longest first; beyond KEPT_NAMES the rest is one row."""
+        """Return the time of each name, the longest first; names beyond KEPT_NAMES share one row."""
         groups: dict[str, list[Activity | Call]] = defaultdict(list)
         for event in events:
             groups[event.name].append(event)
@@ -108,7 +108,7 @@ def _phase_of_each(
 def _gaps(
     activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
 ) -> list[IdleGap]:
-    """Return when the GPU had nothing to do, between the first activity of the capture and the last."""
+    """Return the stretches in which the GPU was idle, between the first and the last activity of the capture."""
     gaps: list[IdleGap] = []
     busy_until = activities[0].end
     for activity, phase in zip(activities, phases, strict=True):
@@ -170,7 +170,7 @@ def _by_phase(
 
 
 def _own_time(ranges: Sequence[Range]) -> dict[str, int]:
-    """Return how long the host was in each range and in none within it. Ranges come by start, outer before inner."""
+    """Return the host's time in each range, without ranges inside it. Ranges come by start, outer before inner."""
     own: dict[str, int] = defaultdict(int)
     enclosing: list[Range] = []
     for r in ranges:

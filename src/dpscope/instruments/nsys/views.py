@@ -46,7 +46,7 @@ def gpu_timeline(timeline: CapturedTimeline) -> DataFrame:
 
 
 def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
-    """Return the host's calls of CUDA by name: how many, how long in all, and whether they wait for the GPU."""
+    """Return the host's CUDA calls by name: number, total time, and whether they wait for the GPU."""
     import pandas as pd
 
     calls = pd.DataFrame(
@@ -126,7 +126,7 @@ def libraries(timeline: CapturedTimeline) -> DataFrame:
 
 
 def library_of(kernel: str) -> str:
-    """Return whose kernel it is, by its name."""
+    """Return the library that a kernel comes from, by its name."""
     return next((library for library, marks in KERNEL_LIBRARIES if any(mark in kernel for mark in marks)), "other")
 
 

@@ -135,7 +135,7 @@ def _most(table: DataFrame, column: str, limit: int) -> DataFrame:
 
 
 def basic_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
-    """Return the operators by device time, CPU time and memory, as far as each was recorded."""
+    """Return the operators by device time, CPU time and memory, if recorded."""
     table = operator_table(source)
     order = {
         "by device time": "device_ms",

@@ -17,7 +17,7 @@ ENGINE = "autograd::engine::evaluate_function"
 class PhaseTimeline:
     """The phase at every moment: the open phase that was entered last, on any thread.
 
-    Work that autograd's own threads launch during `backward` belongs to it, since the main thread waits there.
+    Work that autograd's threads launch during `backward` belongs to that phase, because the main thread waits in it.
     """
 
     def __init__(self, annotations: Iterable[Event]) -> None:

@@ -27,7 +27,7 @@ MODULE = "module: "  # before a module's name, in the name of its range
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """Details that the profiler records beside names and times. Each makes trace and step larger."""
+    """Details that the profiler records beside names and times. Each makes the trace larger and the step slower."""
 
     shapes: bool = False
     memory: bool = False

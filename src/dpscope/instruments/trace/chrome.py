@@ -1,7 +1,7 @@
 """Recordings of torch.profiler: as the text of a Chrome trace, and read in memory.
 
-A profiler can be exported only once. Of work on the GPU its events in memory know what launched it and how long it
-took, but not when it ran.
+A profiler can be exported only once. Its in-memory events of GPU work hold the launch and the duration, but not the
+start time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAST_KEY = b'"traceName"'  # of the document that torch.profiler writes
 
 
 def chrome_trace(profiler: profile) -> bytes:
-    """Return the trace as JSON, once for each recording; torch writes it by way of a file in TMPDIR.
+    """Return the trace as JSON, once for each recording; torch writes it to a file in TMPDIR first.
 
     Raise `OSError` (no room) if the file is missing or incomplete, because torch.profiler reports no error.
     """
@@ -40,7 +40,7 @@ _KINDS = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
 
 
 def trace_from_profiler(profiler: profile) -> Trace:
-    """Return what a profiler recorded. Raise `UserError` if that is nothing."""
+    """Return what a profiler recorded. Raise `UserError` if it recorded nothing."""
     try:
         recorded = list(profiler.events() or [])  # type: ignore[no-untyped-call]
     except (AssertionError, AttributeError):

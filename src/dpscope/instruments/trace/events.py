@@ -54,7 +54,7 @@ class Event:
             event = event.parent
 
     def nearest(self, wanted: Callable[[Event], bool]) -> Event | None:
-        """Return the innermost event around it, or itself, that is wanted."""
+        """Return the innermost wanted event among itself and those around it."""
         return self if wanted(self) else next(filter(wanted, self.ancestors()), None)
 
 
@@ -97,7 +97,7 @@ class Trace:
 
 
 def read_trace(path: Path | str) -> Trace:
-    """Read the trace in a `.json` or `.json.gz` file. Raise `UserError` if it is none."""
+    """Read the trace in a `.json` or `.json.gz` file. Raise `UserError` if the file is no trace."""
     path = Path(path)
     try:
         raw = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Findings that slow a step down without being arithmetic: waits, copies between host and device, casts."""
+"""Causes of slow steps other than arithmetic: waits, copies between host and device, casts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def copies(views: Sequence[StepView]) -> list[Copy]:
 def casts(views: Sequence[StepView]) -> list[Cast]:
     """Return the copies from one number format to another, by phase. The formats are known where shapes were recorded.
 
-    A kernel that converts while it does something else is no cast here.
+    A kernel that converts as a part of other work is not counted as a cast.
     """
     sums = Sums("count", "cpu_ms", "gpu_ms", steps=len(views))
     for view in views:

@@ -75,7 +75,7 @@ def _ms(microseconds: float) -> float:
 
 
 def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
-    """Return host and GPU time of each phase; what lies between is a row of its own, so that the host column sums."""
+    """Return host and GPU time of each phase. Time between phases is a row of its own, so that columns add up."""
     sums = Sums("cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for name, length in view.phases.within(view.step.start, view.step.end):
@@ -102,12 +102,15 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
 
 def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     """Return how long the GPU was busy and idle within the steps, and why it was idle."""
-    busy = idle_host = idle_queued = idle_end = total = 0.0
+    busy = host = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
         covered = union(clip_to(view.step, view.trace.device_work))
         busy += sum(end - start for start, end in covered)
         asked = _launch_times(view)
+        host += (
+            max((time for time in asked.values() if time <= view.step.end), default=view.step.start) - view.step.start
+        )
         moment = view.step.start
         for start, end in covered:
             # If the next work had not been asked for when the GPU ran dry, the GPU waited for the host.
@@ -121,6 +124,7 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     launched = [work for view in views for work in view.device_work if work.category == "kernel"]
     return {
         "busy_ms": _ms(busy) / count,
+        "host_busy_ms": _ms(host) / count,
         "idle_ms": _ms(idle_host + idle_queued + idle_end) / count,
         "idle_waiting_for_host_ms": _ms(idle_host) / count,
         "idle_between_queued_ms": _ms(idle_queued) / count,
@@ -132,7 +136,7 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
 
 
 def _launch_times(view: StepView) -> dict[float, float]:
-    """Return when each piece of work on the GPU began -> when the host had finished asking for it."""
+    """Map the start of each piece of GPU work to the time at which the host had finished launching it."""
     times = {}
     for work in view.trace.device_work:
         launch = view.trace.launch_of(work)
@@ -185,7 +189,7 @@ def _inside(event: Event, word: str) -> bool:
 
 
 def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:
-    """Time of the operators that worked for a module, forward and backward; what its submodules did is theirs."""
+    """Time of the operators that worked for a module, forward and backward, without its submodules."""
     by = "gpu_ms" if views[0].trace.on_gpu else "cpu_ms"
     sums, in_phases = (Sums("cpu_ms", "gpu_ms", steps=len(views)) for _ in range(2))
     tables: dict[int, ModuleTable] = {}
@@ -227,8 +231,8 @@ def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
 def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
     """Return (milliseconds, bytes allocated) of one recording: the highest moment of each of `MEMORY_POINTS` stretches.
 
-    It is the allocator's own total on a GPU. torch's CPU allocator keeps none; there it is what came since the
-    recording began.
+    It is the allocator's own total on a GPU. torch's CPU allocator keeps no total; there it counts from the start of
+    the recording.
     """
     events = [event for event in trace.memory if event["device"] == device]
     levels = list(accumulate(event["bytes"] for event in events))

@@ -40,8 +40,8 @@ Difference = tuple[str, str, str]  # what is not the same in both sweeps, as it 
 def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Return (row of before, row of now), in the order of now. Each row is in one pair at most.
 
-    If a sweep has several rows that could be compared (two numbers of steps, say), rows are paired that were
-    measured with the same instruments, and then those with the most settings in common.
+    If several rows could be paired (two numbers of steps, say), those with the same instruments are paired first, then
+    those with the most settings in common.
     """
     groups: dict[Hashable, tuple[list[int], list[int]]] = {}
     for side, rows in enumerate((before, now)):
@@ -158,7 +158,7 @@ class Against:
         return worth_a_column([pair.now for pair in self.pairs], ("model", *COMPARED))
 
     def name_of(self, pair: Pair) -> str:
-        """Return `flash at batch 8, sequence 256`, and whatever else tells it from the others."""
+        """Return `flash at batch 8, sequence 256`, and the settings that distinguish it from other rows."""
         row = pair.now
         model = f" on {row.field('model')}" if "model" in self.telling else ""
         told = [SETTINGS[name].in_words(row.spec) for name in self.telling if name in SETTINGS]
@@ -166,7 +166,7 @@ class Against:
 
     @property
     def quantities(self) -> list[Quantity]:
-        """Quantities that any pair has something to say about."""
+        """Quantities that at least one pair has figures for."""
         return [quantity for quantity in QUANTITIES if any(pair.change(quantity).known for pair in self.pairs)]
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -180,7 +180,7 @@ class Against:
 
 
 def set_against(now: Report, before: Report, *, names: tuple[str, str]) -> Against:
-    """Pair what can be compared and say what changed; `names`: what to call now and before."""
+    """Pair the comparable rows and report changes; `names`: labels for now and before."""
     together = pair_rows(now.rows, before.rows)
     if not together:
         raise UserError(
@@ -211,9 +211,9 @@ def list_rows(rows: Sequence[Row], most: int = 6) -> str:
 
 
 def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
-    """Return one definition of the peak for the whole table: the way in which most pairs have it on both sides.
+    """Return one definition of the peak for the whole table: the one that most pairs have on both sides.
 
-    If no pair has both, each sweep shows its own, and they are not compared.
+    If no pair has the same one on both sides, each sweep shows its own, and they are not compared.
     """
     known = [(peaks_by_source(older), peaks_by_source(newer)) for older, newer in pairs]
     both = [source for older, newer in known for source in newer if source in older]

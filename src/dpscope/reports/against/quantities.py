@@ -40,7 +40,7 @@ Read = Callable[[Row, str], tuple[Reading, Reading]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantity:
-    """Quantity to compare, with the words for less and for more of it."""
+    """Quantity to compare, and the words for less and more of it."""
 
     key: str
     less: str
@@ -99,7 +99,7 @@ class SweepChange:
 
     @property
     def relative(self) -> float | None:
-        """-0.2: a fifth less than before. None if the two cannot be compared."""
+        """Relative change: -0.2 is a fifth less than before. None if the two cannot be compared."""
         if self.verdict in (NO_FIGURES, ANOTHER_SOURCE):
             return None
         assert self.now.value is not None and self.before.value is not None

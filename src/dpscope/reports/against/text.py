@@ -89,7 +89,7 @@ def _status_sentences(against: Against) -> list[str]:
 
 
 def _standard_sentences(against: Against) -> list[str]:
-    """Return a hint at the machine or the libraries if ordinary training changed: then read the ratios."""
+    """Return a hint at the machine or the libraries, and at the ratios, if ordinary training changed."""
     moved = [pair for pair in against.pairs if pair.now.method == STANDARD and pair.change(TIME).tone]
     if not moved or len(moved) == len(against.pairs):
         return []
@@ -117,7 +117,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def against_summary(against: Against) -> RenderableType:
-    """Return what differs about the machines, what changed, and by which rule."""
+    """Return the differences between the machines, what changed, and the rule for changes."""
     headings = ("not the same", "before", "now")
     differences = table_of(
         against.differences, [(name, itemgetter(n)) for n, name in enumerate(headings)], left=headings, wrap=headings

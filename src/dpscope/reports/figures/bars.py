@@ -23,7 +23,7 @@ LONGEST_NAME = 56  # characters, where panels stand below each other
 
 @dataclass(frozen=True, kw_only=True)
 class BarPanel:
-    """Bars from above to below, each a stack of parts; negative parts are left of zero."""
+    """Bars from top to bottom, each a stack of parts; negative parts extend left of zero."""
 
     names: Sequence[str]  # of the bars; without any, only `axis` is written
     parts: Mapping[str, Sequence[float | None]]  # label -> its value in each bar, in the order of stacking
@@ -108,7 +108,7 @@ def _write_values(ax: Axes) -> None:
 
 
 def filled(colour: str | None, hatched: bool = False) -> dict[str, Any]:
-    """Return how a part is filled: hatched for what only private training has; dotted without a colour."""
+    """Return the fill of a part: hatched if only private training has it, dotted if it has no colour."""
     if colour is None:
         return {"facecolor": BLANK, "edgecolor": "0.6", "linewidth": 0.4, "hatch": "...."}
     edge = "0.4" if colour == BLANK else "white"

@@ -45,7 +45,7 @@ class Point:
 
 
 def draw_points(ax: Axes, points: Sequence[Point]) -> None:
-    """Draw the points, the small ones below the others."""
+    """Draw the points, the small ones behind the others."""
     for point in points:
         low, high = point.spread or (point.x, point.x)
         spread = [[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]] if point.spread else None
@@ -53,7 +53,7 @@ def draw_points(ax: Axes, points: Sequence[Point]) -> None:
 
 
 def name_points(ax: Axes, points: Sequence[Point], taken: Sequence[Box] = ()) -> None:
-    """Write each name beside its point, in its colour: inside the axes, off every marker, name and place `taken`."""
+    """Write each name beside its point in its colour: inside the axes, clear of markers, names and `taken` places."""
     scale = ax.figure.dpi / 72
     obstacles, written = [*taken, *(point.box(ax) for point in points)], list[Box]()
     centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": SMALL}
@@ -92,7 +92,7 @@ def _best_place(
     width, height = size
 
     def place(radius: float, angle: float) -> tuple[float, Pixel, Box]:
-        """Return a box whose nearest edge or corner is `radius` away in that direction, and the way to its centre."""
+        """Return a box whose nearest edge or corner is `radius` away in a direction, and the offset of its centre."""
         cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
         dx = radius * scale * cos + ((cos > 0) - (cos < 0)) * width / 2
         dy = radius * scale * sin + ((sin > 0) - (sin < 0)) * height / 2

@@ -90,7 +90,7 @@ def new_panels(
 
 
 def settle(figure: Figure) -> None:
-    """Fix the layout, so that labels placed afterwards by their measured extents move nothing."""
+    """Freeze the layout, so that labels placed afterwards do not move anything."""
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
@@ -124,7 +124,7 @@ def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """Return what a figure was measured on, and its size if it is of one."""
+    """Describe what a figure was measured on, and its size if it shows only one."""
     about = [(row.field("model"), row.size, step_in_words(row.spec), row.machine or "") for row in rows]
     models, sizes, steps, machines = (list(dict.fromkeys(filter(None, each))) for each in zip(*about, strict=True))
     what = ["/".join(models), *(sizes if len(sizes) == 1 else ()), "/".join(steps)]

@@ -37,7 +37,7 @@ def unit_for(largest: float) -> dict[str, Any]:
 
 
 def _without(reasons: Sequence[tuple[Row, str]]) -> str:
-    """Return the sentence that names the rows which a chart leaves out, to follow another."""
+    """Return a sentence on the rows that a chart leaves out, to append to another."""
     return "".join(f" {note}." for note in not_drawn(reasons))
 
 
@@ -186,7 +186,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
 
 
 def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
-    """Return events and levels as changes from one moment to the next: most are 0, which keeps the page small."""
+    """Return events and levels as differences between moments: most are 0, which keeps the page small."""
     kept, at, composition = timeline.moments(MOMENTS), timeline.peak, data.composition_of(row)
     return {
         "method": row.method,

@@ -50,6 +50,6 @@ def snapshots_of(row: Row) -> dict[str, float]:
 
 
 def tensors_of(row: Row) -> TensorsAtPeak | None:
-    """Return the tensors at the peak; None if a file has none, as older ones."""
+    """Return the tensors at the peak; None if the file has none, as in older versions."""
     tensors = row.first_of(lambda result: result.memory.get("tensors"))
     return tensors if tensors and tensors["largest"] else None

@@ -76,7 +76,7 @@ def _parts(labels: Iterable[str], stacks: Sequence[Sequence[float]], unit: float
 
 @style.styled
 def draw_timeline(rows: Sequence[Row]) -> Figure | None:
-    """Return the rows of one size; None if none of them has a timeline or snapshots."""
+    """Draw the rows of one size; None if none of them has a timeline or snapshots."""
     found = [(row, data.timeline_of(row), data.snapshots_of(row)) for row in rows]
     drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
     if not drawn:
@@ -164,7 +164,7 @@ def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
 
 
 def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Move centres as little as a left-to-right pass allows, so that widths neither overlap nor leave the range.
+    """Shift centres from left to right so that widths neither overlap nor leave the range.
 
     Takes centres in ascending order; the widths and gaps together have to fit between `low` and `high`.
     """

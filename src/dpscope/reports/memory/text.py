@@ -35,7 +35,7 @@ TENSOR_NOTE = (
 def _by_size(
     rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
 ) -> list[RenderableType]:
-    """Return, under a heading, what there is to say of each size; nothing of sizes without figures."""
+    """Return the text of each size under a heading; nothing for sizes without figures."""
     told = [(group[0].where, parts) for group in group_by_size(rows) if (parts := describe(group))]
     headed = [["", Text(f"{heading}: {size}", style="bold"), "", *parts] for size, parts in told]
     return [part for parts in headed for part in parts][1:]
@@ -56,7 +56,7 @@ def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Return the components by method, what private training adds, who makes the peak."""
+    """Return the components by method, what private training adds, and what makes the peak."""
     described = data.described_of(rows)
     if not described:
         return []
@@ -77,7 +77,7 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
-    """Return a line a component and a column a method; the totals, times and ratios below."""
+    """Return a line for each component and a column for each method, with totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
     lines = [
@@ -106,7 +106,7 @@ def _memory_for_time(row: Row, composition: Composition) -> str:
 def _tables(
     first: str, rows: Sequence[Row], lines: Sequence[tuple[str, Sequence[str]]], width: int
 ) -> list[RenderableType]:
-    """Return one table with a column a method, or as many below each other as the width asks for."""
+    """Return one table with a column for each method, split into several if the width is too small."""
     names = [shorten(row.method, LONGEST_HEADING) for row in rows]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []
@@ -148,7 +148,7 @@ def signed(count: float) -> str:
 
 
 def _makers(described: Mapping[Row, Composition]) -> Table:
-    """Return a table of who reaches the peak, and which modules hold the most then."""
+    """Return a table of the operators that reach the peak, and the modules that hold most at that moment."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
     for row, composition in described.items():

@@ -1,6 +1,6 @@
-"""Gaps of the page: rows that failed, files that were left out, instruments that were not used.
+"""Missing parts of the page: rows that failed, files that were left out, instruments that were not used.
 
-The command lines beside it measure what is missing and nothing else, made from what results say of their specs.
+The page gives commands that measure exactly what is missing, derived from the specs in the results.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SizeOf = tuple[int, int | None]  # batch, sequence
 
 
 def command_lines(specs: Sequence[RowSpec]) -> list[str]:
-    """Return as few commands as measure each of the specs once and nothing else, to run in the results' folder.
+    """Return the fewest commands that measure each spec exactly once, to run in the results' folder.
 
-    Commands measure every method at every batch size and every sequence length that they name, so only sizes that are
-    a whole product share one. Specs that no command can express (see `can_be_typed`) have none.
+    A command measures all combinations of its methods, batch sizes and sequence lengths, so only sizes that form a
+    whole product share one. Specs that no command can express (see `can_be_typed`) have none.
     """
     beside = dict.fromkeys(("method", *SIZES))  # what the specs of one command may differ in
     groups = grouped(filter(can_be_typed, specs), lambda spec: json.dumps({**spec, **beside}, sort_keys=True))
@@ -137,7 +137,7 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
 
 
 def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
-    """Yield the rows that the instrument could have measured and did not, each once."""
+    """Yield the rows that the instrument could have measured but did not, each once."""
     seen: set[Hashable] = set()
     for size in sizes:
         for row in size.rows:
@@ -164,7 +164,7 @@ def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, An
 
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
-    """Return the sizes; if only some methods of a size were measured, also the others."""
+    """Return the sizes, and the missing methods if only some of a size were measured."""
     words = []
     for size, found in grouped(lacking, lambda each: each[1]).items():
         whole = len(found) == len({row.method for row in size.rows})

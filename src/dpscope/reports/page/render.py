@@ -119,7 +119,7 @@ def _text(name: str) -> str:
 
 
 def make_charts(settings: Sequence[Setting]) -> list[Chart]:
-    """Return each chart with its views of every setting: a size in words names one comparison only within a setting."""
+    """Return each chart with its views by setting, because a size names one comparison only within a setting."""
     charts = []
     for make in CHARTS:
         if made := [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]:

@@ -24,7 +24,7 @@ VERSIONS = ("torch", "Opacus", "dpscope")
 
 
 def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
-    """Return the card of a method: the winner has a badge, a method without figures says what became of it."""
+    """Return the card of a method: the winner has a badge; a method without figures says how it ended."""
     return [
         {
             **{"row": row, "colour": looks_of(size.rows)[row.method]["colour"], "figures": _figures(row)},
@@ -36,7 +36,7 @@ def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
 
 
 def first_size(sizes: Sequence[Size]) -> int:
-    """Return where the reader begins: the size with most figures, and of those the largest."""
+    """Return the size shown first: the one with the most figures, the largest of those."""
     return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place), default=0)
 
 
@@ -76,7 +76,7 @@ def files_beside(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _is_below(path: object, folder: Path | None) -> bool:
-    """Return whether a path is a file in the folder itself: results may come from anybody, and name any path."""
+    """Return whether a path is a file inside the folder: results may come from anyone and name any path."""
     if folder is None or not isinstance(path, str) or "\0" in path:
         return False
     pure = PurePosixPath(path)

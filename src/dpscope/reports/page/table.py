@@ -1,4 +1,4 @@
-"""The table of all rows: what a reader sees of each, what a column sorts by, and the same unrounded for CSV."""
+"""The table of all rows: displayed text, sort keys, and unrounded values for CSV."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.reports.words import spread_in_words
 from dpscope.units import MISSING, format_bytes, format_duration, format_ratio, format_traffic
-from dpscope.vocabulary.settings import COMPARED, REPEATS
+from dpscope.vocabulary.settings import COMPARED, EAGERLY, REPEATS
 
 NO_STANDARD, NOT_TIMED = "standard has no such figure at this size", "not timed"
-COMPILED_ONLY = "of compiled rows, where eager standard was measured too"
+COMPILED_ONLY = "of compiled rows and CUDA graphs, where eager standard was measured too"
 FILTERS = {"method": attrgetter("method"), "size": attrgetter("size"), "status": attrgetter("result.status")}
 
 
@@ -110,10 +110,10 @@ def make_table(report: Report) -> RowsTable:
     absent = {name for name in OPTIONAL if all((RATIOS | ABSOLUTES)[name].value(row) is None for row in rows)}
     absent |= set() if moved else {"bytes ×", "DRAM bytes"}
     fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
-    beside_method = [name for name in fields if name == "compile"]  # else a phone shows a method twice, and not why
+    beside_method = [name for name in fields if name in EAGERLY]  # else a phone shows a method twice, and not why
     others = [name for name in fields if name not in beside_method]
     columns = {
-        **{name: _fields(rows, name) for name in ("method", *beside_method)},
+        **{heading_of(name): _fields(rows, name) for name in ("method", *beside_method)},
         **{name: column.cells(rows, bars=True) for name, column in RATIOS.items() if name not in absent},
         **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in others},
         **{name: column.cells(rows) for name, column in ABSOLUTES.items() if name not in absent},

@@ -66,7 +66,7 @@ def step_time(rows: Sequence[Row]) -> View | None:
 
 
 def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:
-    """Return the first to the last of those that are known: `1.02×`, or `1.02× to 1.31×`."""
+    """Return the range of the known values: `1.02×`, or `1.02× to 1.31×`."""
     found = [value for value in values if value]
     return " to ".join(dict.fromkeys((read(found[0]), read(found[-1])))) if found else ""
 
@@ -77,7 +77,7 @@ def _doubt_of(rows: Sequence[Row]) -> str:
 
 
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
-    """Return a sentence that names some rows and why; the chart's table has them all. Nothing without any."""
+    """Return a sentence that names some rows and the reason; empty without rows. The table lists all of them."""
     told = list_names([f"{row.method} at {row.size} ({why})" for row, why in reasons], NAMED_ROWS)
     return f" {what}: {told}." if told else ""
 
@@ -119,7 +119,7 @@ Panel = list[Row]
 
 
 def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
-    """Return the chart of scaling; None unless something was measured at two values, all else being equal."""
+    """Return the chart of scaling; None unless a method was measured at two values with all else equal."""
     panels = _panels(rows, way)
     if not panels:
         return None
@@ -175,7 +175,7 @@ def _panel(panel: Panel, way: Way, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
-    """Return the scaling of the panel with most sizes, from its smallest to its largest."""
+    """Describe the scaling of the panel with the most sizes, from smallest to largest."""
     panel = max(panels, key=len)
     told = []
     for method, own in grouped(panel, METHOD).items():

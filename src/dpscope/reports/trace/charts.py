@@ -150,7 +150,7 @@ def _operators_in_words(found: StepDifference) -> str:
 
 
 def _lines(found: StepDifference) -> list[tuple[Any, ...]]:
-    """Return as many lines as matter, and a last one so that they sum to the whole."""
+    """Return the lines that matter, and a last one for the rest so that they sum to the whole."""
     biggest, rest, others = found.biggest(LISTED_CHANGES)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
     lines += [(REST_BAR, "", "", None, None, rest)] if others else []

@@ -45,7 +45,7 @@ class TracedStep:
         return self.row.median_ms or self.trace["step_ms"]
 
     def phase_times(self, *, gpu: bool) -> dict[str, float]:
-        """Return host time; or GPU time and what the unprofiled step takes beyond it."""
+        """Return host time, or GPU time and the rest of the unprofiled step."""
         times = {part["phase"]: part["gpu_ms"] if gpu else part["cpu_ms"] for part in self.trace["phases"]}
         return times | ({IDLE: max(self.step_ms - sum(times.values()), 0.0)} if gpu else {})
 

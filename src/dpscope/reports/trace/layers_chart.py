@@ -1,6 +1,6 @@
 """Costs of single modules: bytes at the peak, and milliseconds if a trace has ranges around modules.
 
-The modules of several methods are on few lines: those that cost alike share one, and lines hold most of every cost.
+Modules that cost alike share a line, so that few lines cover most of every method's cost.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def total(cost: Cost) -> float:
 
 
 def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
-    """Choose at most so many lines, of one level of modules.
+    """Choose a limited number of lines, all from one level of modules.
 
-    It is the deepest level at which they hold `LEAST_SHARE` of every method's cost, or the level at which they hold
-    most. A module's cost is its own and that of submodules below the level.
+    It is the deepest level at which the lines cover `LEAST_SHARE` of every method's cost, or else the level at which
+    they cover most. A module's cost is its own and that of submodules below the level.
     """
     named = [{name: cost for name, cost in costs.items() if not is_sum_of_others(name)} for costs in methods]
     wholes = [sum(map(total, costs.values())) for costs in methods]

@@ -1,6 +1,6 @@
 """Text on what Nsight Systems saw: GPU time by phase, kernels, copies, CUDA calls, and idle GPU time.
 
-Figures are of an average captured step. They come from a profiled run and stand beside, not for, the step times.
+Figures are of an average captured step. They come from a profiled run and do not replace the step times.
 """
 
 from __future__ import annotations

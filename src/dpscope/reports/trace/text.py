@@ -77,13 +77,23 @@ def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
 
 
 def _gpu_table(steps: Sequence[data.TracedStep]) -> Table:
-    headings = ("busy", "idle", "waiting for the host", "between queued", "kernels", "mean kernel", "copies to host")
+    headings = (
+        "busy",
+        "host busy",
+        "idle",
+        "waiting for the host",
+        "between queued",
+        "kernels",
+        "mean kernel",
+        "copies to host",
+    )
     table = bare_table("GPU", *headings)
     for step in steps:
         if gpu := step.gpu:
             idle = (gpu["idle_ms"], gpu["idle_waiting_for_host_ms"], gpu["idle_between_queued_ms"])
             kernels = (f"{gpu['kernels']:.0f}", f"{gpu['mean_kernel_us']:.1f} µs")
-            table.add_row(step.method, *map(format_ms, (gpu["busy_ms"], *idle)), *kernels, _copies_to_host(step))
+            busy = (gpu["busy_ms"], gpu.get("host_busy_ms"))
+            table.add_row(step.method, *map(format_ms, (*busy, *idle)), *kernels, _copies_to_host(step))
     return table
 
 

@@ -133,13 +133,13 @@ def _roofline_view(group: Sequence[data.Traffic], looks: dict[str, dict[str, str
 
 
 def _point(x: float | None, y: float | None, name: str, method: str, **kind: bool) -> dict[str, Any]:
-    """Return a point: FLOP a byte, FLOP a second; `hollow`: estimated operations; `estimated`: estimated bytes."""
+    """Return a point: FLOP per byte, FLOP per second; `hollow`: estimated operations; `estimated`: estimated bytes."""
     kinds = {"hollow": False, "estimated": False, "kernel": False, **kind}
     return {"x": x, "y": y, "name": name, "method": method, **kinds}
 
 
 def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
-    """Return the measured kernels that move most, of those that have operations to count."""
+    """Return the measured kernels with operations that move the most bytes."""
     found = []
     for traffic in group:
         kernels = [] if traffic.kernels is None or traffic.kernels.estimated else traffic.kernels.rows
@@ -175,7 +175,7 @@ def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str
 
 
 def _roofline_says(group: Sequence[data.Traffic]) -> str:
-    """Return each step's share of the lower of the two roofs over it."""
+    """Return what share of its roof each step reaches."""
     shares, told = [], []
     for each in group:
         roofs = _roofs_over(each)

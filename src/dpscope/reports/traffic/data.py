@@ -42,7 +42,7 @@ class ExtraBytes:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Traffic:
-    """One row's bytes, and what follows from them. Whatever is not known is None."""
+    """One row's bytes, and what follows from them. Unknown values are None."""
 
     row: Row
     data: ncu.NcuPayload
@@ -125,7 +125,7 @@ class Traffic:
 
     @cached_property
     def extra_bytes(self) -> ExtraBytes | None:
-        """Families that make the difference to ordinary training; None unless kernels of both were seen alike."""
+        """Kernel families behind the difference to ordinary training; None unless both have kernels of one source."""
         alike = kernels_alike([self, self.standard]) if self.standard else None
         if alike is None:
             return None
@@ -186,7 +186,7 @@ def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) 
 
 
 def families_of(group: Sequence[Traffic]) -> dict[str, list[float | None]]:
-    """Return the bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
+    """Return the bytes by family, and the bytes of the whole step beyond the sum of its kernels."""
     counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
     return {family: own for family, own in counts.items() if any(own)}
 

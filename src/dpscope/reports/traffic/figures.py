@@ -126,7 +126,7 @@ def _set_axes(ax: Axes, roofs: dict[str, Any], points: Sequence[dict[str, Any]])
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return limits with room around the values, and at least two powers of ten, by which the axis is read."""
+    """Return limits with room around the values that span at least two powers of ten."""
     low, high = min(values) / ROOM, max(values) * ROOM
     widen = max(1.0, SPAN / (high / low)) ** 0.5
     return low / widen, high * widen

@@ -51,7 +51,7 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _warnings(traffics: Sequence[data.Traffic]) -> list[RenderableType]:
-    """Return what has to be read before any number."""
+    """Return the warnings that come before the figures."""
     estimates = [traffic for traffic in traffics if traffic.estimated]
     if not estimates:
         return []
@@ -103,7 +103,7 @@ def _known(columns: Mapping[str, CellOf], traffics: Sequence[data.Traffic]) -> d
 
 
 def _table(traffics: Sequence[data.Traffic], columns: Mapping[str, CellOf]) -> RenderableType:
-    """Return a table of what tells rows apart, and as many of the columns as there is room for."""
+    """Return a table of the distinguishing fields, and as many columns as fit."""
     identity: list[Column[data.Traffic]] = identity_columns([each.row for each in traffics], lambda each: each.row)
     left = [heading for heading, _ in identity if heading not in NUMBERS]
     items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))

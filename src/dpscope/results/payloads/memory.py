@@ -28,7 +28,7 @@ class TimingPayload(TypedDict, total=False):
 
 
 class Peak(TypedDict):
-    """The moment at which most bytes were live, what was made then, and the components that add up to the peak."""
+    """The moment at which the most bytes were live, the tensor made then, and the components of the peak."""
 
     phase: str
     operator: str
@@ -69,7 +69,7 @@ class TensorsAtPeak(TypedDict):
 
 
 class Remainder(TypedDict):
-    """A part of what the allocator counted beyond all that was tracked."""
+    """A part of the allocator's total that was not tracked."""
 
     what: str
     bytes: int

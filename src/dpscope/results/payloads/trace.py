@@ -1,4 +1,4 @@
-"""Payload of the instrument `trace`: milliseconds of an average step under torch.profiler, and whose they were."""
+"""Payload of the instrument `trace`: milliseconds of an average step under torch.profiler, and what caused them."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ class TracedMemory(TypedDict):
 
 class GpuTime(TypedDict):
     busy_ms: float
+    host_busy_ms: NotRequired[float]  # until the host has asked for the last work of a step
     idle_ms: float
     idle_waiting_for_host_ms: float
     idle_between_queued_ms: float

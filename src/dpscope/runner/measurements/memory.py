@@ -2,7 +2,7 @@
 
 On CUDA the peaks shown are the allocator's own, of untracked steps; the tracker says what they are made of. The CPU
 allocator keeps no statistics, so the tracked peak is shown, and a step under the profiler checks it. Compiled code
-allocates without the dispatcher: what such a step makes is `unattributed`.
+allocates without the dispatcher, and a CUDA graph not at all: the memory of such a step is `unattributed`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _place_of(where: str) -> Place:
 
 ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run is like the next
 MEMORY_VIZ = "memory_viz.pickle"
-IN_COMPILED = "what the compiled step makes: activations, gradients, temporaries"
+IN_COMPILED = "what the compiled or captured step makes: activations, gradients, temporaries"
 
 
 def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
@@ -90,7 +90,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     if spec.device == "cuda":
         allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
     step.require_finite()
-    memory = _memory(use, allocator, compiled=step.compilation is not None)
+    memory = _memory(use, allocator, compiled=step.is_opaque)
     result = result_for(
         spec.to_dict(),
         peak_memory_mb=mib(memory["peak_bytes"]),
@@ -116,7 +116,7 @@ def _on_cuda(
 ) -> MemoryPayload:
     """Take the allocator's peaks over untracked steps, with a snapshot at each stage; then track a step."""
     torch.cuda.synchronize()
-    if step.compilation is None:  # replays of CUDA graphs allocate nothing: their peak is that of the recording
+    if not step.is_opaque:  # replays of CUDA graphs allocate nothing: their peak is that of the recording
         torch.cuda.reset_peak_memory_stats()
     for iteration in range(iterations):
         with listening(snapshots.in_iteration(iteration)):
@@ -126,7 +126,7 @@ def _on_cuda(
         progress("untracked step", iteration + 1, iterations)
     torch.cuda.synchronize()
     peaks = cuda_peak()
-    if step.compilation is not None:
+    if step.is_opaque:
         _note_before_step(step, tracker)
         return peaks
     with tracker.tracking():

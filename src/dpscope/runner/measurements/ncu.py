@@ -88,7 +88,7 @@ def obstacle(device: str) -> str | None:
 
 
 def ncu_here() -> str:
-    """Return this machine's ncu, or the name by which another has it."""
+    """Return this machine's ncu, or the usual name for a command to run elsewhere."""
     return find_ncu() or "ncu"
 
 
@@ -162,7 +162,7 @@ def _capture(
     *,
     may_be_cut: bool = False,
 ) -> NcuCapture:
-    """Run ncu, follow its program, and raise `ProgramFailed` if that could not do its step."""
+    """Run ncu, watch its program, and raise `ProgramFailed` if the step failed."""
     report.parent.mkdir(parents=True, exist_ok=True)
     outcomes: list[dict[str, str]] = []
 
@@ -180,7 +180,7 @@ def _capture(
 
 
 def _limit() -> float:
-    """Return the seconds for a run of ncu: fewer than the row has, so that it can still estimate after ncu hangs."""
+    """Return the time limit of ncu, shorter than the row's, so that the row can still estimate if ncu hangs."""
     return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 
@@ -194,7 +194,7 @@ def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
 
 
 def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
-    """Add bytes from the operators' tensor sizes: in place of a measurement, or beside it to show their error."""
+    """Add bytes estimated from tensor sizes: instead of a measurement, or beside it to show the estimate's error."""
     measured = payload["source"] == MEASURED
     try:
         estimate = _estimate(spec, payload["kernels"] if measured else {})

@@ -97,7 +97,7 @@ def report_name(spec: RunSpec) -> str:
 
 
 def find_or_assume_nsys() -> Nsys:
-    """Return this machine's nsys, or one that knows every option: a printed command is for another machine."""
+    """Return this machine's nsys, or assume one with every option, because a printed command is for another machine."""
     if path := find_nsys():
         return inspect_nsys(path)
     print("No nsys on this machine: the command is for one that has a recent one on its PATH.", file=sys.stderr)

@@ -15,6 +15,7 @@ import torch
 
 from dpscope.instruments.collectives import CollectiveBytes
 from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
+from dpscope.instruments.trace.busy import busy_seconds
 from dpscope.instruments.trace.capture import record
 from dpscope.instruments.trace.collectives import collective_time
 from dpscope.instruments.trace.events import read_trace
@@ -24,8 +25,10 @@ from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
-from dpscope.units import mib
+from dpscope.units import format_ms, mib
 from dpscope.vocabulary.instruments import Schedule
+
+BUSY = 2 / 3  # of a step; below, there is a note that the GPU waits
 
 
 class RankFigures(TypedDict):
@@ -70,7 +73,7 @@ def _ranks(spec: RunSpec, ranks: Sequence[RankFigures]) -> RanksPayload:
 
 
 def notes_on_simulation(spec: RunSpec) -> list[Note]:
-    """Return a note that figures are of one rank without the others; nothing otherwise."""
+    """Return a note that the figures are those of one rank alone, if the world is simulated."""
     if spec.simulate_world == 1:
         return []
     return [
@@ -82,6 +85,16 @@ def notes_on_simulation(spec: RunSpec) -> list[Note]:
             ),
         }
     ]
+
+
+def notes_on_host(busy_ms: float, step_ms: float, method: str) -> list[Note]:
+    """Return a note if the GPU is idle for more than a third of a step, which then waits for the host."""
+    if not 0 < busy_ms < BUSY * step_ms:
+        return []
+    sentence = f"The GPU is busy {format_ms(busy_ms)} of a step of {format_ms(step_ms)}: {method} is host-bound here."
+    if method in ("standard", "flash"):
+        sentence += " --cuda-graph off,on shows what it takes as a CUDA graph."
+    return [{"topic": "host", "sentence": sentence, "busy_ms": busy_ms}]
 
 
 def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -> RankFigures:
@@ -101,6 +114,8 @@ def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -
         timing["compilation"] = step.compilation.to_dict()
     memory = step.peak()
     share = _share_of_collectives(step, spec.device) if spec.gpus > 1 else None
+    if spec.device == "cuda" and spec.world_size == 1 and not spec.cuda_graph:
+        notes += notes_on_host(busy_seconds(step) * 1e3, timing["median_ms"], spec.method)
     step.require_finite_losses()
     if spec.world_size == 1:
         step.require_finite()

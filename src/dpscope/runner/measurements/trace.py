@@ -69,10 +69,13 @@ def trace_steps(spec: RunSpec, files: Path, progress: Progress, step: TrainingSt
     """Record the spec's steps in this process."""
     schedule = _schedule(spec)
     detail = Detail(**{each.name: spec.option(each.name) for each in fields(Detail)})
-    if spec.compile != EAGER and detail.modules:
-        raise UserError("a compiled graph has no modules: leave out --modules, or trace with --compile none")
+    if (spec.compile != EAGER or spec.cuda_graph) and detail.modules:
+        raise UserError(
+            "a compiled or captured graph has no modules: leave out --modules, or --compile and --cuda-graph"
+        )
     step = step or TrainingSteps(spec)
     step.compile(progress)
+    step.capture(progress)
     # Opacus and DDP wrap the model; its own modules keep their names.
     model = getattr(step.trainer.model, "_module", step.trainer.model)
     recording = record(

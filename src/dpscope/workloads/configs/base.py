@@ -76,7 +76,7 @@ class WorkloadConfig:
 
     @property
     def is_known_trainable(self) -> bool:
-        """True if every method can surely train the model, which need not be built to see that."""
+        """True if every method is known to train the model, so that it need not be built to find out."""
         return False
 
     def resolve_seq_len(self, seq_len: int | None) -> int | None:
@@ -120,7 +120,7 @@ def require_divisible(hidden_dim: int, num_heads: int) -> None:
 
 
 def resolve_length(seq_len: int | None, positions: int | None, model: str) -> int:
-    """Return a sequence length that the model has positions for; 256, or all of them, by default."""
+    """Return a sequence length that the model has positions for. Default: 256, or the model's maximum."""
     if seq_len is None:
         return min(256, positions or 256)
     if positions is not None and seq_len > positions:

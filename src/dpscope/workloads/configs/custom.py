@@ -23,7 +23,7 @@ WORKLOAD_USAGE = "give --workload FILE.py:function or --workload package.module:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(WorkloadConfig):
-    """A function in a file, and what the file said when the sweep was planned.
+    """A function in a file, and the file's hash when the sweep was planned.
 
     The hash makes `--resume` measure again after the file was changed. Modules that it imports are ignored.
     """
@@ -77,7 +77,7 @@ def workload_at(target: str) -> CustomConfig:
 
 
 def workload_of(function: Callable[..., Any]) -> CustomConfig:
-    """Return the config of a module-level function. One from the running script is found again by its file."""
+    """Return the config of a module-level function. A function of the running script is referred to by its file."""
     name = getattr(function, "__qualname__", "")
     code = getattr(function, "__code__", None)
     if code is None or not name.isidentifier():  # <lambda>, make.<locals>.inner, Class.method

@@ -18,7 +18,7 @@ SITE = ("site-packages", "dist-packages")  # what is installed there is found wi
 
 
 def workload_flags(workload: Described) -> list[str] | None:
-    """Return the flags that name a workload and all its sizes; None if none does: it was made in Python."""
+    """Return the flags that name a workload and all its sizes; None if it was made in Python."""
     lora = workload.get("lora")
     name = str(workload["name"])
     adapters: list[str] = []
@@ -69,7 +69,7 @@ def import_root(workload: Described) -> str:
 
 
 def workload_sizes(workload: Described) -> Iterator[str]:
-    """Yield what describes a workload, and the numbers nested in it (a model's own configuration)."""
+    """Yield the sizes of a workload, and the numbers nested in it (a model's own configuration)."""
     for name, value in workload.items():
         if name == "lora":
             yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"

@@ -119,7 +119,7 @@ class HuggingFaceConfig(WorkloadConfig):
 
 
 def _require_few_modules(settings: Mapping[str, Any]) -> None:
-    """Refuse a huge number of layers, experts or stages, under any name and in nested configurations."""
+    """Refuse huge numbers of layers, experts or stages, under any name, also in nested configurations."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             _require_few_modules(value)
@@ -142,7 +142,7 @@ def config_from_file(path: Path) -> HuggingFaceConfig:
 
 
 def config_from_json(text: str, *, source: str = "{…}") -> HuggingFaceConfig:
-    """Return the same from the text of such a file; `source`: what errors call it."""
+    """Return the architecture from the text of a `config.json`; `source` is its name in errors."""
     try:
         data = json.loads(text)
     except ValueError:

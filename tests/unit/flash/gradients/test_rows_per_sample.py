@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -147,15 +148,53 @@ def test_blocks_that_run_again_have_several_rows_for_each_sample() -> None:
         assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-8, atol=1e-12), name
 
 
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "normalised"])
+def test_physical_batches_of_views_add_up_to_the_logical_one(clipping: str) -> None:
+    """BatchMemoryManager cuts samples, never the rows of one."""
+    torch.manual_seed(0)
+    views, labels = torch.randn(32, EACH, 4), torch.randint(0, 2, (32,))
+    model = Views()
+    expected = run_oracle(
+        model,
+        {"x": views.flatten(0, 1), "y": labels.repeat_interleave(EACH)},
+        one_loss(lambda m, b: F.cross_entropy(m(b["x"]), b["y"], reduction="none")),
+        max_grad_norm=0.2,
+        clipping=clipping,
+        rows_per_sample=EACH,
+    ).clipped_sums
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(views, labels), batch_size=32),
+        noise_multiplier=0.0,
+        max_grad_norm=0.2,
+        clipping=clipping,
+        poisson_sampling=False,
+        rows_per_sample=EACH,
+    )
+    sizes = []
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=10, optimizer=optimizer) as batches:
+        for x, y in batches:
+            sizes.append(len(y))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.flatten(0, 1)), y.repeat_interleave(EACH)).backward()
+            optimizer.step()
+    assert max(sizes) <= 10 < sum(sizes) == 32
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(before[name] - parameter, expected[name] / 32, atol=1e-6), name
+
+
 def test_a_sample_is_counted_once_by_the_accountant() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.inner(x)
-
     data = TensorDataset(torch.randn(32, EACH, 4), torch.randint(0, 2, (32,)))
     model = Views()
     engine = PrivacyEngine()

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +25,10 @@ from torch.utils.data import Subset
 
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
+from dpscope.flash.gradients.clip_rules import CLIP_RULES
+from dpscope.flash.torch_side.frames import original_of
 from dpscope.instruments.collectives import CollectiveBytes
-from tests.torch_here import CAN_SHARD
+from tests.torch_here import CAN_COMPILE, CAN_SHARD
 from tests.unit.flash.ranks import world as w
 
 WAYS = {
@@ -41,6 +45,37 @@ def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
 
 def fused() -> dict[tuple[str, str], dict[str, Tensor]]:
     return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), (w.FSDP_OR_DDP, "adamw")]}
+
+
+def _compiled_blocks(model: nn.Module, way: str, **options: Any) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(**options)
+    return w.spread(model, way)
+
+
+# How a model may be compiled and spread, in both orders.
+COMPILED: dict[str, Callable[..., nn.Module]] = {
+    "ddp of compiled": lambda model, **options: w.spread(torch.compile(model, **options), "ddp"),
+    "compiled ddp": lambda model, **options: torch.compile(w.spread(model, "ddp"), **options),
+    "fsdp of compiled blocks": lambda model, **options: _compiled_blocks(model, "fsdp", **options),
+    "compiled fsdp": lambda model, **options: torch.compile(w.spread(model, "fsdp"), **options),
+}
+
+
+def compiled_ways() -> dict[str, tuple[dict[str, Tensor], int, list[str]]]:
+    """Parameters, the number of graphs, and reasons of breaks in them that are the engine's."""
+    found = {}
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # type: ignore[attr-defined]  # so that DDP has several buckets
+    for way in [way for way in COMPILED if CAN_SHARD or "fsdp" not in way]:
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = CompileCounterWithBackend("aot_eager")
+        model = COMPILED[way](w.make_model(), backend=graphs)
+        model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+        w.train(model, optimizer, range(len(w.STEPS)))
+        breaks = [reason for reason in counters["graph_break"] if "capture leaves" in reason]
+        found[way] = (w.whole_parameters(original_of(model)), graphs.frame_count, breaks)
+    return found
 
 
 def accumulated(way: str) -> dict[str, Tensor]:
@@ -168,9 +203,73 @@ def picky_ways() -> dict[str, dict[str, Tensor]]:
 
 
 def tied_ways() -> dict[tuple[str, str | None], dict[str, Tensor]]:
-    """By way and memory budget, under which DDP runs the blocks again."""
+    """By way and memory budget, under which blocks run again."""
     ways = w.possible("ddp", "fsdp")
     return {(way, budget): tied(way, memory_budget=budget) for way in ways for budget in (None, "lean")}
+
+
+class Repeated(w.Model):
+    """Checkpointed blocks, the first of which runs twice: its norm is that of both uses."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+def repeated(budget: str | None, policy: MixedPrecisionPolicy | None = None) -> tuple[dict[str, Tensor], set[str]]:
+    """Parameters of a sharded model after two steps, one with an empty share; what was done with its blocks."""
+    torch.manual_seed(0)
+    model = w.shard(Repeated(), init_device_mesh("cpu", (dist.get_world_size(),)), policy=policy)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"), memory_budget=budget)
+    w.train(model, optimizer, [0, 1, 2])
+    return w.whole_parameters(model), {row.how for row in optimizer.engine.explain().blocks}
+
+
+def lean_shards() -> dict[str, Any]:
+    """By policy, with each memory budget."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return {name: (repeated(None, policy), repeated("lean", policy)) for name, policy in (("", None), ("bf16", half))}
+
+
+RULE_BOUNDS: dict[str, Any] = {"per_group": {"*norm*": 0.2, "*embed*": 0.3, "*": 0.4}}
+
+
+def ruled(way: str, clipping: str, *, views: int = 1, users: bool = False) -> dict[str, Tensor]:
+    """Two steps under a rule, without noise; rows are samples, views of a sample beside one another, or users'."""
+    model = w.spread(w.make_model(), way)
+    model, optimizer, _ = w.make_private(
+        model,
+        w.optimizer_of(model, "sgd"),
+        noise_multiplier=0.0,
+        max_grad_norm=RULE_BOUNDS.get(clipping, w.CLIP),
+        clipping=clipping,
+        rows_per_sample=views,
+        loss_reduction="sum",
+    )
+    ids, labels = w.make_data().tensors
+    rank, size = w.rank_and_world()
+    for first in (0, 16):
+        rows = range(first, first + 16) if size == 1 else range(first + 4 * rank, first + 4 + 12 * rank)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids[rows]), labels[rows], reduction="sum")
+        if users:
+            optimizer.engine.group_rows(torch.tensor(rows) // 4)
+        loss.backward()
+        optimizer.step()
+    return w.whole_parameters(model)
+
+
+# How rows belong to samples, by name.
+ROWS: dict[str, dict[str, Any]] = {"rows": {}, "views": {"views": 2}, "users": {"users": True}}
+RULED = [(rule, "rows") for rule in CLIP_RULES] + [("flat", "views"), ("per_layer", "views"), ("flat", "users")]
+
+
+def ruled_ways() -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    return {
+        (way, rule, rows): ruled(way, rule, **ROWS[rows]) for way in w.possible("ddp", "fsdp") for rule, rows in RULED
+    }
 
 
 def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
@@ -477,9 +576,12 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
     2: (
         every_way,
         fused,
+        *((compiled_ways,) if CAN_COMPILE else ()),
         accumulated_ways,
         picky_ways,
         tied_ways,
+        lean_shards,
+        ruled_ways,
         half_precision,
         communicated,
         thousand_draws,
@@ -492,5 +594,9 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = [case for case in CASES[dist.get_world_size()] if CAN_SHARD or case not in (half_precision, communicated)]
+    cases = [
+        case
+        for case in CASES[dist.get_world_size()]
+        if CAN_SHARD or case not in (half_precision, communicated, lean_shards)
+    ]
     return {case.__name__: case(folder) if case in (save, load) else case() for case in cases}

@@ -21,7 +21,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
 from dpscope.flash.ranks.layout import layout_of
 from tests.torch_here import takes_shards
-from tests.unit.flash.private_training import FEATURES, make_model, make_private, sgd
+from tests.unit.flash.private_training import make_model, make_private, sgd
 
 Spread = Callable[[nn.Module], nn.Module]
 
@@ -52,16 +52,13 @@ def sharded_and_wrapped(model: nn.Module) -> nn.Module:
     return wrapper
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    model.compile()
-    return shard(model)
-
-
 ACCEPTED: dict[str, tuple[Spread, str]] = {
     "DDP": (DistributedDataParallel, "DDP"),
     "DDP with unused parameters": (lambda m: DistributedDataParallel(m, find_unused_parameters=True), "DDP"),
     "Opacus's DDP": (DifferentiallyPrivateDistributedDataParallel, "DDP"),
     "FSDP2": (shard, "FSDP2 (4,)"),
+    "compiled FSDP2": (lambda m: torch.compile(shard(m)), "FSDP2 (4,)"),
+    "compiled DDP": (lambda m: torch.compile(DistributedDataParallel(m)), "DDP"),
     "HSDP": (lambda m: shard(m, mesh=mesh("replicate", "shard")), "HSDP (2, 2)"),
     "one layer sharded": (lambda m: nn.Sequential(shard(m[0]), *m[1:]), "FSDP2 (4,)"),
 }
@@ -83,14 +80,20 @@ REFUSED: dict[str, tuple[Spread, str]] = {
         lambda m: nn.Sequential(shard(m[0]), shard(m[3], mesh=mesh("replicate", "shard"))),
         "two different meshes",
     ),
-    "compiled": (compiled, "compiled"),
     "static graph": (lambda m: DistributedDataParallel(m, static_graph=True), "static_graph"),
     "DDP inside": (lambda m: nn.Sequential(DistributedDataParallel(m), nn.Flatten()), "wrap the whole model"),
     "sharded inside DDP": (sharded_and_wrapped, "one of them"),
 }
 
 # An older torch refuses what fully_shard has sharded by its release.
-BY_FULLY_SHARD = {"FSDP2", "HSDP", "one layer sharded", "tensor parallel under FSDP2", "part of the world"}
+BY_FULLY_SHARD = {
+    "FSDP2",
+    "HSDP",
+    "compiled FSDP2",
+    "one layer sharded",
+    "tensor parallel under FSDP2",
+    "part of the world",
+}
 BY_FULLY_SHARD |= {"context parallel", "another dimension", "two meshes"}
 
 
@@ -116,16 +119,6 @@ def test_what_cannot_be_trained_is_refused_by_name(name: str) -> None:
         FlashEngine(model, max_grad_norm=1.0)
     assert not PrivacyEngine().is_compatible(module=model)
     assert not any("forward" in vars(module) and module is model for module in model.modules())
-
-
-@takes_shards
-@pytest.mark.parametrize("part", ["the model", "a layer"])
-def test_a_spread_model_that_is_compiled_after_it_was_made_private_is_refused(part: str) -> None:
-    model = make_model()
-    with FlashEngine(shard(model), max_grad_norm=1.0):
-        (model if part == "the model" else model[0]).compile(backend="eager")
-        with pytest.raises(UserError, match="is compiled: flash clipping over several processes"):
-            model(torch.randn(4, FEATURES))
 
 
 def test_a_model_in_one_process_has_no_layout() -> None:

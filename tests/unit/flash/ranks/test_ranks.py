@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpscope.flash.ranks.ranks import reshard
-from tests.torch_here import takes_shards
+from tests.torch_here import takes_compiled, takes_shards
 from tests.unit.flash.ranks import cases
-from tests.unit.flash.ranks.world import CLIP, assert_same
+from tests.unit.flash.ranks.world import CLIP, ROUNDING, assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,18 @@ def test_every_way_of_spreading_gives_the_parameters_of_one_process(
     for found in worlds[size]:
         for (_way, optimizer), parameters in found[case].items():
             assert_same(parameters, alone[optimizer])
+
+
+@takes_compiled
+def test_compiled_models_are_trained_as_by_one_process_and_their_layers_stay_in_graphs(
+    worlds: dict[int, Any], alone: dict[str, Any]
+) -> None:
+    for rank, found in enumerate(worlds[2]):
+        for way, (parameters, graphs, breaks) in found["compiled_ways"].items():
+            assert_same(parameters, alone["adamw"])
+            assert not breaks
+            # DDP's buckets would cut each graph into five.
+            assert graphs == ((4, 2)[rank] if "ddp" in way else graphs) > 0
 
 
 def test_a_world_of_one_rank_gives_the_same_to_the_last_bit(worlds: dict[int, Any], alone: dict[str, Any]) -> None:
@@ -52,6 +64,23 @@ def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process
     for found in worlds[2]:
         for parameters in found["tied_ways"].values():
             assert_same(parameters, expected)
+
+
+def test_every_rule_and_every_kind_of_rows_is_that_of_one_process(worlds: dict[int, Any]) -> None:
+    expected = {(rule, rows): cases.ruled("alone", rule, **cases.ROWS[rows]) for rule, rows in cases.RULED}
+    for found in worlds[2]:
+        assert len(found["ruled_ways"]) >= len(expected)
+        for (_way, rule, rows), parameters in found["ruled_ways"].items():
+            assert_same(parameters, expected[rule, rows])
+
+
+@takes_shards
+def test_blocks_of_a_sharded_model_run_again_with_the_weights_of_all_ranks(worlds: dict[int, Any]) -> None:
+    """On a rank without a sample, too, which runs none of them. A block that runs twice is held."""
+    for rank, found in enumerate(worlds[2]):
+        for policy, ((held, rows), (lean, rows_if_lean)) in found["lean_shards"].items():
+            assert_same(lean, held, HALF_ROUNDING if policy else ROUNDING)
+            assert (rows, "held" in rows_if_lean, "recomputed" in rows_if_lean) == (set(), True, rank == 0)
 
 
 @takes_shards

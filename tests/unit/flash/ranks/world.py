@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscope.flash import PrivacyEngine
 from dpscope.flash.ranks.ranks import reshard
+from dpscope.flash.torch_side.frames import original_of
 from tests.torch_here import CAN_SHARD
 
 SAMPLES, LENGTH, WORDS, WIDTH, CLASSES = 40, 5, 11, 6, 3  # odd sizes: shards are uneven, and some are empty
@@ -99,7 +100,7 @@ def _shard_partly(model: nn.Module) -> nn.Module:
 
 _WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "alone": lambda model: model,
-    "ddp": DistributedDataParallel,
+    "ddp": lambda model: DistributedDataParallel(model, bucket_cap_mb=2e-4),
     "opacus": DifferentiallyPrivateDistributedDataParallel,
     "fsdp": lambda model: shard(model, _mesh()),
     "fsdp kept": lambda model: shard(model, _mesh(), reshard=False),
@@ -190,7 +191,7 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """All of every parameter, on every rank."""
     reshard(model)
-    named = getattr(model, "module", model).named_parameters()
+    named = original_of(getattr(model, "module", model)).named_parameters()
     return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
 
 

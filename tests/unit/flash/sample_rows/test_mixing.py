@@ -33,6 +33,67 @@ def test_a_division_by_the_number_of_samples_is_found_by_one_sample_alone(dtype,
         model(torch.randn(9, WIDTH, dtype=dtype))
 
 
+class Amplified(nn.Module):
+    """Amplifies rounding: the sum of normalised numbers is zero but for it, and changes with the batch's size."""
+
+    def __init__(self, mixed: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.norm, self.mixed = nn.Linear(64, 64), nn.LayerNorm(64, elementwise_affine=False), mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)).sum(1, keepdim=True) + self.mixed * x.mean()
+
+
+def test_what_only_rounding_moves_is_not_taken_for_mixing():
+    model, x = Amplified(), torch.randn(8, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(x).square().mean().backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_mixing_below_the_rounding_of_a_model_is_found_in_float64():
+    model = Amplified(mixed=1e-4)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"mix|how many samples"):
+        model(torch.randn(8, 64))
+
+
+class MixedInBackward(torch.autograd.Function):
+    """Divides gradients by the norm of the whole batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / g.norm()
+
+
+def centred(x: Tensor) -> Tensor:
+    """Return x with a hook that takes the batch's mean from its gradients."""
+    if x.requires_grad:
+        x.register_hook(lambda g: g - g.mean(0))
+    return x
+
+
+class Backwards(nn.Module):
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(WIDTH, 4), nn.Linear(4, 3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("between", [MixedInBackward.apply, centred])
+def test_samples_that_meet_in_backward_are_refused(between):
+    model = Backwards(between)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="mixes samples in backward"):
+        model(torch.randn(8, WIDTH))
+
+
 class Remembers(nn.Module):
     """Adds a trace of the batch before."""
 

@@ -37,6 +37,7 @@ def test_gpu_work_belongs_to_the_phase_that_asked_for_it_on_whatever_thread(summ
 def test_the_gpu_is_busy_or_idle_and_it_is_known_why(summary):
     gpu = summary["gpu"]
     assert gpu["busy_ms"] == pytest.approx(385 * US)
+    assert gpu["host_busy_ms"] == pytest.approx(805 * US)  # until the last launch
     assert gpu["idle_ms"] == pytest.approx(615 * US)
     assert gpu["idle_waiting_for_host_ms"] == pytest.approx((40 + 140 + 80 + 110 + 120) * US)
     assert gpu["idle_between_queued_ms"] == pytest.approx(5 * US)  # the copy had been asked for already

@@ -1,8 +1,8 @@
-"""Stand-ins for what traced calls give out of a compiled backward, and the node that receives it.
+"""Capture leaves for what traced calls give out of a compiled backward, and the node that receives it.
 
     plan      the tapped calls of a forward with given arguments, their shapes noted in an eager run
-    handout   the stand-ins of one forward pass: each tap gets those of its calls before, and loses them after
-    Receiver  the autograd node behind the stand-ins, outside of every graph: its gradients are x and g of all calls
+    handout   the capture leaves of one forward pass: each tap gets those of its calls before, and loses them after
+    Receiver  the autograd node behind the leaves, outside of every graph: its gradients are x and g of all calls
 
 Two forward passes have two receivers, so that what they leave stays apart; a backward pass that does not ask for the
 gradients of parameters does not run a receiver at all.
@@ -93,11 +93,11 @@ class Share(NamedTuple):
 
 
 class PieceLayout:
-    """The shares of all calls, and where each has its own in the sequence of all stand-ins."""
+    """The shares of all calls, and where each has its own in the sequence of all capture leaves."""
 
     def __init__(self, calls: Sequence[TappedCall]) -> None:
         self.shares: list[Share] = []
-        self.zeros: list[Tensor] = []  # of which stand-ins are made
+        self.zeros: list[Tensor] = []  # of which capture leaves are made
         self.of_taps: dict[LayerTap, list[tuple[Tensor, slice]]] = {}
         for call in calls:
             live = call.tap.live()
@@ -138,7 +138,7 @@ def _zeros(spec: Spec, device: torch.device) -> Tensor:
 
 
 class Handout:
-    """The stand-ins of one forward pass.
+    """The capture leaves of one forward pass.
 
     reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
     """
@@ -155,13 +155,13 @@ class Handout:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Give taps their stand-ins inside the block, and their earlier ones afterwards."""
-        stand_ins = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
-        before, end = [], len(stand_ins)
+        """Give taps their capture leaves inside the block, and their earlier ones afterwards."""
+        leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        before, end = [], len(leaves)
         for tap, calls in self.layout.of_taps.items():
             tap.check_parameters()
             before.append((tap, tap.handed, tap.calls, tap.counted))
-            tap.handed = tuple([Handed(like, stand_ins[place], place.stop == end) for like, place in calls])
+            tap.handed = tuple([Handed(like, leaves[place], place.stop == end) for like, place in calls])
             tap.calls = 0
         for share in self.shares:
             if share.call.checkpointed:
@@ -209,6 +209,8 @@ class Handout:
     def _check_missing(self, missing: list[TappedCall]) -> None:
         """Check that calls without a record in backward are calls that autograd does not reach, compiled or not."""
         new = [call for call in missing if call not in self._plan.unreached]
+        if new and self.engine.path_rules.sharded:  # an eager run would wait for ranks that do not do one
+            self._refuse_lost(new[0].tap)
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)
             for tap, count in lost.items():
@@ -239,13 +241,13 @@ class Handout:
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
             f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it where an eager one "
-            "would: leave it out with torch.compiler.disable, or freeze it; causes and other fixes are in "
-            "docs/sharp-edges.md#layer-lost-in-a-compiled-graph"
+            "would (or might, if the model is sharded): leave it out with torch.compiler.disable, or freeze it; causes "
+            "and other fixes are in docs/sharp-edges.md#layer-lost-in-a-compiled-graph"
         )
 
 
 class Receiver(torch.autograd.Function):
-    """Autograd node that makes stand-ins and receives their gradients. `anchor` is as in `Tapped`."""
+    """Autograd node that makes capture leaves and receives their gradients. `anchor` is as in `Tapped`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:

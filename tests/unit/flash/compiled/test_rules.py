@@ -1,0 +1,58 @@
+"""Compiled models under every clipping rule, and with several rows for each sample."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.flash import FlashEngine, run_oracle
+from dpscope.flash.gradients.clip_rules import CLIP_RULES
+from tests.torch_here import takes_compiled
+from tests.unit.flash.agreement import one_loss
+from tests.unit.flash.compiled.compiling import Graphs
+
+pytestmark = takes_compiled
+
+IDS = torch.tensor([3, 1, 3, 1, 1, 8])
+
+
+class Small(nn.Module):
+    """Positions and layers of several kinds. x: (B, T, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)).tanh())
+
+
+def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sin().sum((1, 2))
+
+
+@pytest.mark.parametrize("rows", [{}, {"rows_per_sample": 2}, {"ids": IDS}], ids=["rows", "views", "users"])
+@pytest.mark.parametrize("name", CLIP_RULES)
+def test_a_graph_s_layers_follow_the_rule(name: str, rows: dict[str, object]) -> None:
+    model, x = Small().double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    bounds = {"*norm*": 0.1, "*": 0.3} if name == "per_group" else 0.3
+    truth = run_oracle(copy.deepcopy(model), x, one_loss(losses), max_grad_norm=bounds, clipping=name, **rows)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    each = rows.get("rows_per_sample", 1)
+    with FlashEngine(compiled, max_grad_norm=bounds, clipping=name, rows_per_sample=each) as engine:
+        for _ in range(2):
+            engine.zero_grad()
+            loss = losses(compiled, x).mean()
+            if "ids" in rows:
+                engine.group_rows(IDS)
+            loss.backward()
+            engine.finish()
+    assert graphs.count == 1
+    torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-9, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=f"{name} {key}")
