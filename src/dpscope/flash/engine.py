@@ -182,7 +182,7 @@ class FlashEngine:
 
     @property
     def pending(self) -> bool:
-        """True if a backward pass has left something that is not summed yet."""
+        """True if a backward pass has recorded something that is not summed yet."""
         return self.state.recorded
 
     @property
@@ -206,7 +206,7 @@ class FlashEngine:
 
     @property
     def taps(self) -> list[InstanceMethod]:
-        """The taps on the model. There is another list once it was tapped again."""
+        """The taps on the model. Tapping it again makes a new list."""
         return self._attachment.taps
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:
@@ -390,7 +390,9 @@ class FlashEngine:
         micro = self.micro_batch(recorded, rows=rows, normed=normed)
         found, static = micro.clipping, self.static
         real = self._real(rows)
-        self.state.observe(self.clip.observe(found.norms, found.finite))
+        self.state.observe(
+            self.clip.observe(found.norms, found.finite, self.clip.bounds if static is None else static.bounds)
+        )
         several = len(found.norms) > 1
         self.norms = found.norms.norm(dim=0) if several else found.norms[0]
         self.factors = found.factors.mT if several else found.factors[0]

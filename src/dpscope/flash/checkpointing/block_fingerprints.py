@@ -1,8 +1,8 @@
-"""Fingerprints of blocks: they tell if a rerun gave the layers the inputs and gradients of the backward pass.
+"""Fingerprints of blocks, to check that a rerun gave the layers the same inputs and gradients as the backward pass.
 
 The contributions of its layers are projected on fixed signs, sample by sample (kernels/projections.py). A difference δ
 between two runs moves the projection by about ‖δ‖, in any direction; rounding moves it by about ε‖g‖. Norms are
-compared as well: rounding, which has no direction, hardly moves them, and a factor moves nothing more.
+compared as well: rounding hardly changes them, and a common factor changes nothing else.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
-        """Return the fingerprint of a block that computes in `dtypes`, besides those of what its layers have left."""
+        """Return the fingerprint of a block that computes in `dtypes` and in those of its layers' contributions."""
         tensors = [gradient_of(part) for parts in left.values() for part in parts]
         dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
         return cls(project(left), tolerance_of(dtypes, tensors[0].device))

@@ -1,4 +1,4 @@
-"""Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
+"""Checkpointed blocks under a memory budget: their layers' contributions are held, or recomputed later.
 
 The norms of a recomputed block are taken when backward leaves it, and x and g of its layers are released. Its
 input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
@@ -247,7 +247,7 @@ class CheckpointedBlocks:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Take the norms of the block that backward has left, and let go of what its layers left."""
+        """Take the norms of the block that backward has left, and free the contributions of its layers."""
         done, self._gathering = self._gathering, None
         if done is None:
             return
@@ -312,7 +312,7 @@ class CheckpointedBlocks:
     def _hold_sums(done: BlockPass) -> None:
         """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
 
-        The block need not make them again, and those of all blocks are normed and summed at once.
+        The block need not recompute them, and those of all blocks are normed and summed at once.
         """
         room = (done.input_bytes + done.grad_bytes) // 8
         sums = {slot: parts for slot, parts in done.gathered.items() if not any(part.saved for part in parts)}
@@ -327,7 +327,7 @@ class CheckpointedBlocks:
                 slot.add(part)
 
     def clear(self) -> None:
-        """Forget the micro-batch's backward passes."""
+        """Drop the records of the micro-batch's backward passes."""
         self._passes, self._gathering = [], None
 
     def close(self) -> list[BlockPass]:

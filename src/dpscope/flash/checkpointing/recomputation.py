@@ -34,7 +34,7 @@ class ForwardState(NamedTuple):
 
     @classmethod
     def now(cls, devices: Sequence[torch.device], *, numpy_state: bool = True) -> ForwardState:
-        """Look at them; `numpy_state`: whether NumPy's random state belongs to it."""
+        """Take a snapshot; `numpy_state`: include NumPy's random state."""
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
             RandomStates.now(devices, numpy_state=numpy_state),
@@ -125,7 +125,7 @@ class BlockPass:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """In which the block computes, as far as its boundary and autocast tell."""
+        """The dtypes in which the block computes, judged by its boundary and autocast."""
         assert self.input is not None
         tensors = [each for each in (*self.grads, *self.input.leaves) if isinstance(each, Tensor)]
         autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}

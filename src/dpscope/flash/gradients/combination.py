@@ -1,4 +1,4 @@
-"""Several uses of one parameter: their contributions add up before the norm, so cross terms are never left out.
+"""Several uses of one parameter: their contributions are added before the norm is taken, so no cross term is missing.
 
 ||Σ_i A_i||² of contributions A_i of one sample: uses with a common closed form are put together (Outer beside Outer and
 Lookup beside Lookup stand one after the other along T); an embedding tied to the head has its own cross term, or its

@@ -134,11 +134,11 @@ class Contribution:
         return False
 
     def taken(self, index: Tensor) -> Contribution:
-        """Return the same of some rows; -1 is a row of zeros."""
+        """Return the contribution restricted to some rows; -1 is a row of zeros."""
         raise NotImplementedError
 
     def folded(self, each: int, rules: PathRules) -> Contribution:
-        """Return the same with `each` rows beside one another as one sample."""
+        """Return the contribution with `each` consecutive rows as one sample."""
         raise NotImplementedError
 
     def materialise(self) -> Tensor:
@@ -384,7 +384,8 @@ class Outer(Saved):
     def norms_squared(self) -> Tensor:
         """Compute the norms by the direct path: per-sample gradients in slices of the batch, squared and dropped.
 
-        They are never rounded to half precision: the sum is not, and a norm of rounded values may be 2⁻⁹ too small.
+        They are never rounded to half precision, because the sum is not, and a norm of rounded values may be 2⁻⁹ too
+        small.
         """
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [

@@ -132,9 +132,9 @@ class NormSum:
         return part.decision.path == GRAM and part.g.dtype == torch.float32 and self._reads_tf32
 
     def _truncate(self, part: Outer) -> Outer:
-        """Return the product whose Gram norm is that of its sum, if torch rounds operands to TF32.
+        """Return operands truncated to TF32, if torch rounds them, so that the Gram norm and the sum agree.
 
-        Truncation takes less than that rounding off both operands. An input that several layers read is truncated once.
+        Truncation takes off less than that rounding would. An input that several layers read is truncated once.
         """
         key = place_of(part.first)
         x = self._truncated.get(key)

@@ -13,7 +13,7 @@ update's reading of it cost, in multiply-adds counted as two operations:
 Kept gradients are read by the update and, unless their product takes the norms as it writes them
 (kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
 it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, but in float32 instead of
-float16. Other samples may change the path, and must not change whether a gradient overflows.
+float16. Other samples may change the path, but must not change whether a gradient overflows.
 
 `keep` is a candidate if the per-sample gradients take no more memory than what they replace, or if they fit
 (memory_budget.py). They replace the output gradient, and x unless another layer reads it, too, as q, k and v do.
@@ -133,7 +133,7 @@ class Unfolded(NamedTuple):
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which per-sample gradients of several samples are stored."""
+    """Return the dtype in which per-sample gradients are stored."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -367,7 +367,7 @@ class PathRules:
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def close(self) -> None:
-        """Close the micro-batch: tensors of the next one may have the same addresses."""
+        """Forget tensor addresses, which the next micro-batch may reuse."""
         self.budget.close()
         self.readers.clear()
 

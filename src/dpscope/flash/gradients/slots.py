@@ -1,4 +1,4 @@
-"""Slots, one for each trainable parameter: they collect what backward passes leave until the micro-batch closes."""
+"""Slots, one for each trainable parameter: they collect contributions until the micro-batch closes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Slot:
         self.describe("", "not reached by a backward pass yet")
 
     def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
-        """Note what was seen last, and the decision, for explain()."""
+        """Record the last contribution and its path, for explain()."""
         self.kind, self.shapes = kind, shapes
         self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
 

@@ -149,7 +149,7 @@ class LinearTap(LayerTap):
         return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """Do what `gradients` and `record` do, but leave the bias's sums to later if the weight holds g."""
+        """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
         trains_weight, trains_bias = ctx.live
         if not (trains_weight and trains_bias) or self.engine.blocks is not None:
             return super().backward(ctx, g)

@@ -159,7 +159,7 @@ def _random(count: int, like: Tensor) -> Tensor:
 
 
 def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
-    """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
+    """Return for each row a, products with the basis, lengths of probes and images, and the residual of the images."""
     rows = torch.stack([each.flatten(1) for each in (*probes, *images)], 1)  # (O, 2·PROBES, n)
     lengths = torch.linalg.vector_norm(rows, dim=2)
     across = basis.transpose(0, 1)
@@ -172,7 +172,7 @@ def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor)
 
 
 class Later(Contribution):
-    """A contribution that is known once the derivatives of all layers are. Rare uses of it take its values."""
+    """A contribution that is known once the derivatives of all layers are known. Rare uses read its values."""
 
     __slots__ = ()
     kind = "derived"
@@ -288,7 +288,7 @@ class OfGain(Later):
 
 
 class Unknown:
-    """Weights of an engine whose derivatives nobody has asked for yet; they are found together."""
+    """Weights whose derivatives are not known yet; they are computed together."""
 
     def __init__(self) -> None:
         self.members: list[ref[Derived]] = []

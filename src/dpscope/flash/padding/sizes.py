@@ -27,7 +27,7 @@ Masses = npt.NDArray[np.float64]
 
 
 class Sizes:
-    """The sizes that batches have, and how draws are cut into them at the least cost, as BATCH_COST has it."""
+    """The sizes of batches, and how draws are cut into them at the least cost."""
 
     def __init__(self, sizes: Iterable[int], masses: Masses | None = None) -> None:
         """Prepare the sizes. `masses[n]` is the probability that n samples are drawn, if it is known."""
@@ -55,7 +55,7 @@ class Sizes:
         return cuts
 
     def cut_with(self, size: int, count: int) -> list[int]:
-        """Return the same, with one batch of `size` among them."""
+        """Return the sizes of the batches, with one of `size` among them."""
         return [size] if count <= size else [size, *self.cut(count - size)]
 
     def _share(self, masses: Masses) -> float:
