@@ -22,6 +22,7 @@ from dpscope.flash.ranks.layout import Layout, blocks
 from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
+LAID_OUT_BYTES = 2**29  # of whole sums that are made before they are laid out for their owners
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
 
 # Its name since torch 2.13, and before.
@@ -70,21 +71,24 @@ class Reduction:
         travelling: deque[_Travelling] = deque()
         for bucket in self.buckets(parameters):
             send = self._scatter if bucket.sharded else self._all_reduce
-            travelling.append(send(bucket, sums_of(bucket.parameters)))
+            travelling.append(send(bucket, sums_of))
             if len(travelling) > 1:
                 yield self._arrive(travelling.popleft())
         while travelling:
             yield self._arrive(travelling.popleft())
 
-    def _scatter(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> _Travelling:
+    def _scatter(self, bucket: Bucket, sums_of: SumsOf) -> _Travelling:
         cuts = [cut_of(parameter) for parameter in bucket.parameters]
         ranks, width = cuts[0].ranks, sum(cut.span for cut in cuts)
         device = local(bucket.parameters[0]).device
         outgoing = torch.empty(ranks, width, dtype=bucket.dtype, device=device)  # row r goes to rank r
         at = 0
-        for parameter, cut in zip(bucket.parameters, cuts, strict=True):
-            _lay_out(outgoing[:, at : at + cut.span], sums.get(parameter), cut)
-            at += cut.span
+        for piece in _pieces(bucket):
+            sums = dict(sums_of(piece))
+            for parameter in piece:
+                cut = cut_of(parameter)
+                _lay_out(outgoing[:, at : at + cut.span], sums.pop(parameter, None), cut)
+                at += cut.span
         group = self._groups[shard_dim(bucket.parameters[0])]
         if ranks == 1:
             return _Travelling(bucket, outgoing[0], None, None)
@@ -93,7 +97,8 @@ class Reduction:
             work = _reduce_scatter(incoming, outgoing.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True)
         return _Travelling(bucket, incoming, work, outgoing)
 
-    def _all_reduce(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> _Travelling:
+    def _all_reduce(self, bucket: Bucket, sums_of: SumsOf) -> _Travelling:
+        sums = sums_of(bucket.parameters)
         parts = [
             parameter.new_zeros(parameter.numel(), dtype=bucket.dtype)
             if (total := sums.get(parameter)) is None
@@ -119,6 +124,21 @@ class Reduction:
             parts.append(arrived[at : at + part.numel()].view(part.shape))
             at += cut_of(parameter).span if bucket.sharded else part.numel()
         return bucket.parameters, parts
+
+
+def _pieces(bucket: Bucket) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of the bucket whose sums are made at once: about `LAID_OUT_BYTES`, besides the bucket itself."""
+    piece: list[nn.Parameter] = []
+    held = 0
+    for parameter in bucket.parameters:
+        size = parameter.numel() * bucket.dtype.itemsize
+        if piece and held + size > LAID_OUT_BYTES:
+            yield piece
+            piece, held = [], 0
+        piece.append(parameter)
+        held += size
+    if piece:
+        yield piece
 
 
 class _Travelling(NamedTuple):
