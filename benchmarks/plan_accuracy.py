@@ -34,6 +34,13 @@ GIB = 2**30
 ROOM = 125.0  # GiB of the GPU that are filled at a time
 MOST_TRIALS = 8  # of a search for the largest batch
 MARGIN = 0.02  # that a plan leaves free
+# Of the errors' sizes: median, 95th percentile; and the share of rows that are too low by more than the margin.
+BARS = {
+    "peak": (0.03, 0.08, 0.02),
+    "probed peak": (0.01, 0.03, 0.02),
+    "time": (0.15, None, None),
+    "probed time": (0.05, None, None),
+}
 MACHINE = "import torch; print(torch.cuda.get_device_name(), 'torch', torch.__version__, sep=', ')"
 Row = dict[str, Any]
 LORA = "r=16,target=q_proj,k_proj,v_proj,o_proj"
@@ -378,17 +385,19 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
+def _step(guess: Row) -> Any:
+    from dpscope.forecast.step import StepForecast
+
+    return StepForecast(**{field.name: guess[field.name] for field in dataclasses.fields(StepForecast)})
+
+
 def _probed(guess: Row, times: Row, batch_size: int) -> Any:
     """What a plan with --probe says of the row from its smaller sizes; None without them."""
     from dpscope.forecast.probe import Correction, Probe
-    from dpscope.forecast.step import StepForecast
 
     if not times.get("probes") or "smaller" not in guess:
         return None
-    step, *smaller = (
-        StepForecast(**{field.name: each[field.name] for field in dataclasses.fields(StepForecast)})
-        for each in (guess, *guess["smaller"])
-    )
+    step, *smaller = map(_step, (guess, *guess["smaller"]))
     return Correction([Probe(**each) for each in times["probes"]], smaller)(step, batch_size)
 
 
@@ -428,7 +437,7 @@ def report(out: Path) -> None:
         for name, error in errors.items():
             every[name].append(error)
         said = {name: f"{errors[name]:+.1%}" if name in errors else "" for name in every}
-        planned = f"{guess['peak_bytes'] / GIB:.2f}" + " v" * (guess["peak_bytes"] > guess["step_bytes"])
+        planned = f"{guess['peak_bytes'] / GIB:.2f}" + " v" * _step(guess).peaks_verifying
         cells = [
             *(str(number), row["label"], f"{alone['peak_bytes'] / GIB:.2f}", planned),
             *(said["peak"], said["probed peak"], f"{1e3 * alone['seconds']:.1f}", f"{1e3 * guess['seconds']:.1f}"),
@@ -444,11 +453,20 @@ def _summary(every: dict[str, list[float]]) -> Iterator[str]:
     for name, found in every.items():
         sizes = [abs(each) for each in found]
         if sizes:
-            below = sum(each < -MARGIN for each in found) / len(found)
-            yield (
-                f"- {name}: {len(sizes)} rows, median {statistics.median(sizes):.2%}, 95th percentile "
-                f"{_quantile(sizes, 0.95):.2%}, worst {max(sizes):.2%}, more than {MARGIN:.0%} below {below:.1%}"
-            )
+            figures = {
+                "median": statistics.median(sizes),
+                "95th percentile": _quantile(sizes, 0.95),
+                f"more than {MARGIN:.0%} below": sum(each < -MARGIN for each in found) / len(found),
+            }
+            judged = [
+                f"{what} {figure:.2%}{_against(figure, bar)}"
+                for (what, figure), bar in zip(figures.items(), BARS[name], strict=True)
+            ]
+            yield f"- {name}: {len(sizes)} rows, {', '.join(judged)}, worst {max(sizes):.2%}"
+
+
+def _against(figure: float, bar: float | None) -> str:
+    return "" if bar is None else f" (bar {bar:.0%}: {'met' if figure <= bar else 'missed'})"
 
 
 def _others(predicted: Row, measured: Row) -> Iterator[str]:

@@ -69,7 +69,7 @@ def test_a_probed_plan_is_as_the_step_itself(method, compiled):
         seq_len=256,
         device="cuda",
     )
-    measured = probe(spec)
+    (measured,) = probe([spec])
     assert row["step"]["peak_bytes"] == pytest.approx(measured.peak_bytes, rel=0.03)
     assert row["step"]["seconds"] == pytest.approx(measured.seconds, rel=0.3)  # both wait for the host
     assert 0 < measured.gpu_seconds <= measured.seconds
@@ -77,13 +77,26 @@ def test_a_probed_plan_is_as_the_step_itself(method, compiled):
 
 def test_the_gpu_s_busy_time_grows_with_the_batch_even_if_the_host_is_slower():
     spec = RunSpec(workload=make_config("tiny"), method="standard", batch_size=8, seq_len=64, device="cuda")
-    small, large = (probe(replace(spec, batch_size=size)).gpu_seconds for size in (8, 512))
-    assert small < 0.7 * large
+    small, large = probe([replace(spec, batch_size=size) for size in (8, 512)])
+    assert small.gpu_seconds < 0.7 * large.gpu_seconds
 
 
-def test_the_peak_is_as_predicted():
+@pytest.mark.parametrize(("batch", "verifying"), [(2, True), (64, False)])
+def test_the_peak_is_as_predicted_in_verification_and_in_a_step(batch, verifying):
     spec = RunSpec(
-        workload=make_config("small"), method="flash", dtype="bf16", batch_size=8, seq_len=256, device="cuda"
+        workload=make_config("small"), method="flash", dtype="bf16", batch_size=batch, seq_len=256, device="cuda"
     )
     predicted = forecast_step(spec, find_card(local_card()), detailed=False)
-    assert predicted.peak_bytes == pytest.approx(probe(spec).peak_bytes, rel=0.03)
+    assert predicted.peaks_verifying == verifying
+    (measured,) = probe([spec])
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
+def test_trainings_that_do_not_fit_together_are_probed_one_by_one():
+    spec = RunSpec(workload=make_config("small"), method="standard", batch_size=8, seq_len=256, device="cuda")
+    alone = probe([spec])[0].peak_bytes
+    torch.cuda.set_per_process_memory_fraction(1.3 * alone / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        assert [each.batch_size for each in probe([replace(spec, batch_size=4), spec])] == [4, 8]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

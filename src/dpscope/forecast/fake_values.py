@@ -101,7 +101,7 @@ _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defa
 def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
     """Return whether all results of an operator are small enough, and integers or scalars."""
     made, given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, known))
-    most = min(LARGEST_VALUE, max([LARGEST_MADE, *(each.numel() for each in given)]))
+    most = min(LARGEST_VALUE, max(LARGEST_MADE, 4 * sum(each.numel() for each in given)))
     return bool(made) and all(
         each.numel() <= most and (not each.dim() or not each.is_floating_point()) for each in made
     )

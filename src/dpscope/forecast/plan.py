@@ -202,6 +202,7 @@ def _plan_method(
         "accumulation": math.ceil(share / batch),
         "step": asdict(step),
         "limited_by": limited_by(step),
+        "peaks_verifying": step.peaks_verifying,
     }
     row["samples_per_second"] = batch * ranks / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]

@@ -1,9 +1,9 @@
 """Short steps on the GPU at hand, and what they say about larger batches.
 
 A step is predicted at the probed sizes too, and the errors there correct the prediction for another size. The error of
-the peak is linear in the batch size. Its time has two parts. The GPU's busy time, recorded by a profiler, grows as
-predicted even if the step waits for the host. The host's part is the time of steps in which the GPU waits. It is the
-same for all sizes.
+the peak is linear in the batch size, with one line for steps and one for verification. Its time has two parts. The
+GPU's busy time, recorded by a profiler, grows as predicted even if the step waits for the host. The host's part is the
+time of steps in which the GPU waits. It is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED
 
 ROUNDS = 3
-ROUND_SECONDS, MOST_TIMED = 0.3, 8  # of timed steps in a round
+ROUND_SECONDS, MOST_TIMED = 0.2, 8  # of timed steps in a round
 WAITING = 1.2  # step time over the GPU's busy time from which on the GPU waits for the host
 Say = Callable[[str], None]
 
@@ -57,25 +57,22 @@ def probe(specs: Sequence[RunSpec]) -> list[Probe]:
     except torch.OutOfMemoryError:
         if len(specs) == 1:
             raise
-    free_memory()  # which the error had held
-    return [_probe([spec])[0] for spec in specs]
+    finally:
+        free_memory()
+    return [probe([spec])[0] for spec in specs]
 
 
 def _probe(specs: Sequence[RunSpec]) -> list[Probe]:
-    trainings: list[_Training] = []
+    trainings = [_Training(replace(spec, device="cuda")) for spec in specs]
+    gc.collect()
+    gc.disable()  # it would stop some of the steps, and not others
     try:
-        for spec in specs:
-            trainings.append(_Training(replace(spec, device="cuda")))
-        gc.collect()
-        gc.disable()  # it would stop some of the steps, and not others
         for _ in range(ROUNDS):
             for each in trainings:
                 each.time_steps()
         return [each.probe() for each in trainings]
     finally:
         gc.enable()
-        del trainings
-        free_memory()
 
 
 class _Training:
@@ -167,6 +164,7 @@ class Correction:
         return replace(
             step,
             peak_bytes=step.peak_bytes + missed,
+            step_bytes=step.step_bytes + (0 if step.peaks_verifying else missed),
             components={**step.components, UNATTRIBUTED: step.components.get(UNATTRIBUTED, 0) + missed},
             seconds=slower_of(busy, host),
             gpu_seconds=busy,

@@ -54,7 +54,10 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
             f"{format_bytes(card['limit_bytes'])} are there."
         )
     peak = format_bytes(row["step"]["peak_bytes"])
-    sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')})"
+    sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')}"
+    if row["peaks_verifying"]:
+        sentence += f", while the model is verified; other steps take {format_bytes(row['step']['step_bytes'])}"
+    sentence += ")"
     if "privacy" in row:
         privacy = row["privacy"]
         epsilon = privacy["epsilon"][privacy["accountant"]]

@@ -85,7 +85,7 @@ def test_the_largest_batch_is_the_one_beyond_which_a_step_runs_out_of_memory():
     )
     card = small(0.25)
     fit = largest_batch(spec, card, 4096, lambda line: None)
-    assert fit.points[fit.batch] <= fit.limit
+    assert fit.points[fit.batch].peak_bytes <= fit.limit
     beyond = RunSpec(**{**vars(spec), "batch_size": int(fit.batch * 1.06)})
     assert forecast_step(beyond, card, detailed=False).reserved_bytes > fit.limit
 

@@ -76,6 +76,19 @@ def test_the_peak_is_that_of_the_same_step_on_real_tensors(method):
     assert 0 <= of_libraries - H200.workspace_bytes <= 512 * len(record.lives)
 
 
+def test_a_peak_includes_the_verification_of_flash_clipping():
+    wide = {"workload": make_config("tiny", num_layers=1, vocab_size=20_000), "batch_size": 2, "seq_len": 64}
+    steps = {method: forecast_step(replace(spec(method), **wide), H200) for method in ("standard", "flash")}
+    assert not steps["standard"].peaks_verifying
+    flash = steps["flash"]
+    logits = 4 * 2 * 64 * 20_000  # of two samples, held for the run before and the one after, which is copied
+    assert flash.peaks_verifying
+    assert flash.peak_bytes > flash.components["model_parameters"] + 3 * logits
+    assert sum(flash.components.values()) == flash.peak_bytes
+    many = forecast_step(replace(spec("flash"), **{**wide, "batch_size": 60}), H200, detailed=False)
+    assert many.peak_bytes == many.step_bytes
+
+
 def test_flat_clipping_holds_a_gradient_for_each_sample():
     weights = sum(p.nbytes for p in build().parameters())
     step = forecast_step(spec("flat", batch_size=64, seq_len=2), H200)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Contribution, Kept, Saved
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.projections import projections
@@ -52,9 +52,9 @@ def project(left: Left) -> dict[str, Tensor]:
     complete = all(left.values())
     for number, parts in enumerate(left.values()):
         for part in parts:
-            add(LEFT_SUMS if isinstance(part, Kept) else LEFT_GRADIENTS, gradient_of(part), number)
-            if complete and isinstance(part, Saved):
-                x = part.first
+            add(LEFT_GRADIENTS if part.saved else LEFT_SUMS, gradient_of(part), number)
+            if complete and part.saved:
+                x = part.saved[0]
                 add(LEFT_INPUTS, x if x.is_floating_point() else x.double(), number)  # ids are numbers as good as any
     return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
 
@@ -105,7 +105,5 @@ def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]],
 
 
 def gradient_of(part: Contribution) -> Tensor:
-    if isinstance(part, Kept):
-        return part.values
-    assert isinstance(part, Saved)
-    return part.g
+    """Return what a layer left of its gradient: that of positions, or per-sample gradients."""
+    return part.saved[-1] if part.saved else part.materialise()

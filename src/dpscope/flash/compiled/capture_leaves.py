@@ -23,6 +23,7 @@ from dpscope.errors import UserError
 from dpscope.flash.sample_rows.rehearsal_run import Run
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, check_backward
 from dpscope.flash.taps.traced import Handed
+from dpscope.flash.torch_side.autocast import no_autocast
 
 _TICKET = Spec((), torch.float32)
 
@@ -188,7 +189,7 @@ class Handout:
         seen: Counter[LayerTap] = Counter()
         tickets: list[tuple[LayerTap, Tensor]] = []
         missing: list[TappedCall] = []
-        with torch.autocast(self.shares[0].call.device.type, enabled=False):
+        with no_autocast(self.shares[0].call.device.type):
             for share in self.shares:
                 tap = share.call.tap
                 seen[tap] += 1

@@ -89,8 +89,11 @@ class ClipRule:
 
     # -- rules that learn from a step ----------------------------------------------------------------------------------
 
-    def observe(self, norms: Tensor, finite: Tensor) -> Tensor | None:
-        """Return the rule's count for a micro-batch, given norms (G, B) and finite samples (B,)."""
+    def observe(self, norms: Tensor, finite: Tensor, bounds: Tensor | Sequence[float]) -> Tensor | None:
+        """Return the rule's count for a micro-batch, given norms (G, B), finite samples (B,) and bounds.
+
+        The bounds may be a tensor, (G, 1), that a CUDA graph reads: the rule's own would be those of the capture.
+        """
 
     def noise_multiplier(self, given: float) -> float:
         """Return the noise multiplier of the sums: larger than the given one if the rule also releases a count."""
@@ -282,9 +285,9 @@ class Adaptive(ClipRule):
         self.unclipped_num_std = _bound(unclipped_num_std, "unclipped_num_std")
         self._random = secrets.SystemRandom()
 
-    def observe(self, norms: Tensor, finite: Tensor) -> Tensor:
+    def observe(self, norms: Tensor, finite: Tensor, bounds: Tensor | Sequence[float]) -> Tensor:
         # Centred: a sample moves the count by one half in either direction, which is the 2 in `noise_multiplier`.
-        return ((norms[0] <= self.bounds[0]) & finite).sum() - finite.sum() / 2
+        return ((norms[0] <= bounds[0]) & finite).sum() - finite.sum() / 2
 
     def noise_multiplier(self, given: float) -> float:
         if given == 0:

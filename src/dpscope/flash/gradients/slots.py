@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpscope.flash.gradients.contributions import Contribution, Kept
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import Decision
 from dpscope.flash.torch_side.shards import is_sharded
 
@@ -37,7 +37,7 @@ class Slot:
     def add(self, contribution: Contribution) -> None:
         """Add a contribution. Per-sample gradients are added into those that are held already, if possible."""
         held = self.contributions
-        if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
+        if not (held and held[-1].absorb(contribution, self.parameter.dtype)):
             held.append(contribution)
 
     def stands_for(self, parameter: nn.Parameter | None) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from dpscope.flash.padding.rows import Rows, rows_in, without_marks
 from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
 from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of, tensors_in
 from dpscope.flash.torch_side.captures import has_graphs
+from dpscope.random_states import cuda_devices, random_states_kept
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
@@ -97,7 +97,7 @@ class GraphedStep:
         if self.engine.running_sums or self.engine.pending:
             raise UserError("warm_up comes between steps: the sums of a step that has begun would be lost")
         dropped = self.engine.nonfinite_samples
-        with _kept_random_state(device_of(self.engine)):
+        with random_states_kept(cuda_devices(self.engine.model)):
             self._eagerly((args, kwargs))
             self.engine.state.skip_step()  # the second one is added to the first, as in a logical batch
             self._eagerly((args, kwargs))
@@ -174,11 +174,6 @@ def _sizes(call: tuple[Any, Any]) -> Any:
     """Return a key of the batches that one graph can run: sizes, dtypes, numbers, and which tensors are the same."""
     given = [id(tensor) for tensor in tensors_in(call)]
     return sizes_of(call), tuple(map(given.index, given))
-
-
-def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    return context
 
 
 def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, *, warmup: int = WARMUP) -> GraphedStep:

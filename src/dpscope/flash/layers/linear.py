@@ -47,7 +47,7 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
 def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int | None = None) -> Decision:
     """Choose the path of Σ_t g_t x_tᵀ. Call this just before it is taken: the room to keep gradients changes.
 
-    width_freed: see `choose_path`
+    width_freed: see `Product`
     """
     decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=width_freed, normed=makes_norms(x, g))
     if slot.decision is not decision:  # decisions are the same object where shapes are the same

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Kept, refuse_changed
+from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import KEEP, PathRules
 from dpscope.flash.layers.conv import Patches
@@ -171,7 +171,7 @@ def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor)
     return scale, inside, lengths, errors
 
 
-class Later:
+class Later(Contribution):
     """A contribution that is known once the derivatives of all layers are known. Rare uses read its values."""
 
     __slots__ = ()
@@ -179,9 +179,6 @@ class Later:
 
     def materialise(self) -> Tensor:
         raise NotImplementedError
-
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
 
     def taken(self, index: Tensor) -> Kept:
         return Kept(self.materialise()).taken(index)

@@ -322,10 +322,11 @@ class ForwardPasses:
         size = x.shape[0]
         shared = size == 1 != batch
         if size != batch and not shared:
-            raise UserError(
+            reason = (
                 f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {batch} samples: "
                 f"{KEEP_BATCH_FIRST}"
             )
+            raise NotFollowed([tap.module], reason) if self.can_begin_again else UserError(reason)
         self.admit_unit(tap, x.dim(), shared=shared)
         return x.expand(batch, *x.shape[1:]) if shared else x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,13 +69,20 @@ class TriedCall:
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
-        """Return some of the samples: a quarter, or all where an argument relates samples to one another."""
+        """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
+
+        Their number is a prime that divides no other size of the arguments, if there is one: positions, or anything
+        else, do not come in as many rows, or multiples of it, by chance.
+        """
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
+        sizes = [size for leaf in leaves for size in _without(leaf.shape, sampled.get(id(leaf)))]
         # Sizes of which it cannot be told that they have nothing to do with the number of samples.
-        if not sampled or any(self.batch in _without(leaf.shape, sampled.get(id(leaf))) for leaf in leaves):
+        if not sampled or self.batch in sizes:
             return list(range(self.batch))
-        count = min(self.batch, max(2, self.batch // MOST_SHARE))
+        least = min(self.batch, max(3, self.batch // MOST_SHARE))
+        counts = (count for count in range(least, self.batch + 1) if _is_prime(count))
+        count = next((count for count in counts if all(size % count for size in sizes)), least)
         return sorted(RANDOM.sample(range(self.batch), count))
 
     def sampled_leaves(self) -> dict[int, int]:
@@ -129,6 +137,10 @@ class TriedCall:
         with running, torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             return self.forward(*args, **kwargs)
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _without(shape: torch.Size, dim: int | None) -> list[int]:

@@ -25,7 +25,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
-from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype
+from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
@@ -149,7 +149,7 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
 
 def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
     """Run the layer's backward without casts, even if backward() is called inside an autocast context."""
-    with torch.autocast(g.device.type, enabled=False):
+    with no_autocast(g.device.type):
         gradient: Tensor | None = ctx.tap.backward(ctx, g)
         return gradient
 
