@@ -51,10 +51,10 @@ ROWS = {
     "gpt2 16x256": Row("hf:gpt2", "hf:gpt2-tiny", 16, 256),
     "vit 64": Row("hf:vit", "hf:vit-tiny", 64),
     "llama-lora 4x256": Row("hf:llama", "hf:llama-tiny", 4, 256, {}, lora="r=16,alpha=32,target=q_proj,v_proj"),
+    "8x1024 d=2048": Row("1b", "tiny", 8, 1024, {"hidden_dim": 2048, "num_layers": 20}),
     "resnet50 64": Row("resnet50", "resnet-tiny", 64, dtype="tf32"),
     "resnet18 64": Row("resnet18", "resnet-tiny", 64, dtype="tf32"),
     "wrn-40-4 256": Row(f"{__file__}:wide_resnet", f"{__file__}:wide_resnet_tiny", 256, dtype="tf32"),
-    "8x1024 d=2048": Row("1b", "tiny", 8, 1024, {"hidden_dim": 2048, "num_layers": 20}),
 }
 
 

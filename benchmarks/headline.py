@@ -1,4 +1,4 @@
-"""The tables of the README, the site, lesson 5 and docs/engines.md: written from benchmarks/results/headline.json.
+"""The tables of the README, the site, lesson 5, docs/engines.md and docs/trainer.md, from results/headline.json.
 
 python benchmarks/rivals.py OUT       # measures on a GPU; copy OUT/headline.json to benchmarks/results
 python benchmarks/headline.py         # writes the pages
@@ -90,6 +90,22 @@ def engines_block(run: dict[str, Any], link: Callable[[str], str]) -> str:
     )
 
 
+def trainer_block(run: dict[str, Any], link: Callable[[str], str]) -> str:
+    """Return what stands between the markers of docs/trainer.md."""
+    head = (
+        f"Step time inside the private Trainer, next to a plain private loop of the same steps: LoRA of a 1.2B Llama, "
+        f"bf16, one {run['device']}, {run['date']}. Blocks of steps alternate; the ratio is the median over pairs of "
+        f"blocks, with its quartiles. Command: `{run['command']}`; "
+        f"[raw figures]({link('benchmarks/results/headline.json')})."
+    )
+    lines = ["| step | plain loop | Trainer | ratio |", "| --- | --- | --- | --- |"]
+    for row in run["trainer"]["rows"]:
+        step = f"{row['logical']} samples × {row['length']} in batches of {row['physical']}"
+        ratio = f"{row['ratio']:.2f}× ({row['low_ratio']:.2f}–{row['high_ratio']:.2f})"
+        lines.append(f"| {step} | {row['loop_ms']:.0f} ms | {row['trainer_ms']:.0f} ms | {ratio} |")
+    return "\n".join([head, "", *lines])
+
+
 def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> str:
     """Return what stands between the markers: where the figures come from, the table, and how to read it."""
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
@@ -119,34 +135,36 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
 
 
 class Page(NamedTuple):
-    """A file with markers, its language, and the way from its folder to the root of the repository."""
+    """A file with markers, the way from its folder to the root of the repository, its language, and its table."""
 
     path: str
-    chinese: bool
     root: str
-    engines: bool = False  # the table of every engine instead of the README's
+    chinese: bool = False
+    table: str = "headline"  # or "engines", or "trainer"
 
 
 # The landing pages of the site include the block of the READMEs.
 PAGES = (
-    Page("README.md", chinese=False, root=""),
-    Page("README.zh-CN.md", chinese=True, root=""),
-    Page("tutorials/05-what-privacy-costs.py", chinese=False, root="../"),
-    Page("tutorials/zh/05-what-privacy-costs.py", chinese=True, root="../../"),
-    Page("docs/engines.md", chinese=False, root="../", engines=True),
+    Page("README.md", ""),
+    Page("README.zh-CN.md", "", chinese=True),
+    Page("tutorials/05-what-privacy-costs.py", "../"),
+    Page("tutorials/zh/05-what-privacy-costs.py", "../../", chinese=True),
+    Page("docs/engines.md", "../", table="engines"),
+    Page("docs/trainer.md", "../", table="trainer"),
 )
 
 
 def written(page: Page, text: str, run: dict[str, Any]) -> str:
     """Return a page's text with the block between its markers made again."""
-    if page.engines and not engine_rows(run):
-        return text  # a run without the other engines
+    if (page.table == "engines" and not engine_rows(run)) or (page.table == "trainer" and "trainer" not in run):
+        return text  # a run without it
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{page.path} has no {BEGIN} … {END}: put the markers back where the table belongs")
     link = lambda path: page.root + path  # noqa: E731
-    made = engines_block(run, link) if page.engines else block(run, link, chinese=page.chinese)
+    tables = {"engines": engines_block, "trainer": trainer_block}
+    made = tables[page.table](run, link) if page.table in tables else block(run, link, chinese=page.chinese)
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 

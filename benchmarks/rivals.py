@@ -3,10 +3,13 @@
     python benchmarks/rivals.py OUT [--budget 480]
     python benchmarks/rivals.py OUT --smoke     # tiny models, everything at once: does each cell run on this machine?
 
-1. Eager cells, one process for each model.
-2. Compiled cells. All models compile at the same time, and are measured in turn.
+1. Eager cells.
+2. Compiled cells.
 3. `private_trainer.py`: the private Trainer next to a plain private loop.
-4. opake, whose patches of transformers stay: a process of its own for each model.
+4. opake, whose patches of transformers stay.
+
+Each model has a process of its own. All processes of a phase prepare at the same time: they build models, verify them
+and compile. Then they are measured in turn.
 
 Nothing else runs while a cell is measured. A method alternates with the one it is compared with, block by block: the
 ratio is the median over pairs of blocks, its spread the smallest and the largest. Where both cannot be in one process
@@ -43,10 +46,10 @@ from typing import Any, NamedTuple
 
 import private_trainer
 import torch
-from rows import CELLS, ROWS, Loop, device, device_name, free, versions
+from rows import CELLS, ROWS, Loop, device_name, fill_workspaces, free, versions
 
 BLOCK_MS = 150.0
-PAIRS = 8
+PAIRS, PAIRS_OF_FLASH = 5, 8
 CELL_SECONDS = 8.0  # of measured blocks; slow cells have fewer pairs
 NO_GPU_AFTER_FORK = 7
 IMPORTED = (
@@ -57,11 +60,11 @@ IMPORTED = (
 
 
 class Job(NamedTuple):
-    """Cells of one model that share a process; a job that is `prepared` builds all of them before it is measured."""
+    """Cells of one model that share a process, and those of them that are built before it is measured."""
 
     row: str
     cells: tuple[str, ...]
-    prepared: bool = False
+    prepared: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,9 +72,10 @@ class Job(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Jobs that run one after the other, or compile at the same time, and the share of the budget they end in."""
+    """Jobs that are measured in turn, and the shares of the budget by which they are ready and have ended."""
 
     jobs: tuple[Job, ...]
+    ready: float
     until: float
 
 
@@ -81,23 +85,31 @@ TRAINER = Job("trainer", ("trainer",))
 
 
 def eager(row: str) -> Job:
-    return Job(row, EAGER + MORE_EAGER if row in ENGINE_ROWS else EAGER)
+    return Job(row, EAGER + MORE_EAGER if row in ENGINE_ROWS else EAGER, EAGER[:2])
 
 
-def compiled(*rows: str) -> tuple[Job, ...]:
-    return tuple(Job(row, ("standard compiled", "flash compiled"), prepared=True) for row in rows)
+def whole(rows: Iterable[str], *cells: str) -> tuple[Job, ...]:
+    return tuple(Job(row, cells, cells) for row in rows)
 
 
 PHASES = (
-    Phase(tuple(map(eager, ROWS)), 0.38),
-    Phase(compiled(*ROWS), 0.72),
-    Phase((TRAINER,), 0.84),
-    Phase(tuple(Job(row, ("opake",)) for row in ENGINE_ROWS), 0.93),
-    Phase(tuple(Job(row, ("opake compiled",), prepared=True) for row in ENGINE_ROWS), 1.0),
+    Phase(tuple(map(eager, ROWS)), 0.15, 0.42),
+    Phase(whole(ROWS, "standard compiled", "flash compiled"), 0.67, 0.74),
+    Phase((TRAINER,), 0.74, 0.86),
+    Phase(whole(ENGINE_ROWS, "opake"), 0.89, 0.95),
+    Phase(whole(ENGINE_ROWS, "opake compiled"), 0.98, 1.0),
 )
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """What a process and its parent tell each other: it is ready, its turn has come, and when that ends."""
+
+    ready: Any
+    come: Any
+    until: Any
 
 
 class Measuring:
@@ -109,14 +121,13 @@ class Measuring:
         self.ready: dict[str, float] = {}
         self.figures: dict[str, dict[str, Any]] = {}
 
-    def run(self, until: float, ready: Any, turn: Any) -> None:
-        if self.job.prepared:
-            for key in self.job.cells:
-                self.build(key)
-            ready.set()
-            turn.wait()
+    def run(self, turn: Turn) -> None:
+        for key in self.job.prepared:
+            self.build(key)
+        turn.ready.set()
+        turn.come.wait()
         for key in self.job.cells:
-            if time.time() > until:
+            if time.time() > turn.until.value:
                 self.write(key, {"status": "not measured", "reason": "the time budget was spent"})
             elif key in self.loops or (key not in self.figures and self.build(key)):
                 self.write(key, self.attempt(key))
@@ -128,7 +139,7 @@ class Measuring:
             try:
                 self.loops[key] = Loop(ROWS[self.job.row], CELLS[key], tiny=self.tiny)
             except torch.OutOfMemoryError:
-                if not self.job.prepared:
+                if key not in self.job.prepared:
                     raise
                 free()
                 time.sleep(15)  # models that are built at the same time need less between their steps
@@ -149,7 +160,8 @@ class Measuring:
     def figure(self, key: str) -> dict[str, Any]:
         loop, base = self.loops[key], self.loops.get(CELLS[key].base or "")
         found = {"status": "ok", "peak_bytes": loop.peak(), "ready_seconds": round(self.ready[key], 1)}
-        blocks = alternating([loop] if base is None else [loop, base], pairs=1 if self.tiny else PAIRS)
+        pairs = PAIRS_OF_FLASH if CELLS[key].method == "flash" else PAIRS
+        blocks = alternating([loop] if base is None else [loop, base], pairs=1 if self.tiny else pairs)
         found |= {"ms": statistics.median(blocks[0]), "blocks_ms": rounded(blocks[0])}
         if base is None:
             return found
@@ -211,7 +223,7 @@ def rounded(times: Iterable[float]) -> list[float]:
     return [round(each, 3) for each in times]
 
 
-def work(job: Job, out: Path, until: float, ready: Any, turn: Any, *, tiny: bool) -> None:
+def work(job: Job, out: Path, turn: Turn, *, tiny: bool) -> None:
     """Run a job in a process of its own, its output in a file of its own."""
     with (out / f"{job.name}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
@@ -219,16 +231,17 @@ def work(job: Job, out: Path, until: float, ready: Any, turn: Any, *, tiny: bool
     warnings.filterwarnings("ignore")
     code = 0
     try:
-        if device() == "cuda":
-            torch.zeros(1, device="cuda")
+        fill_workspaces()
     except RuntimeError:
         traceback.print_exc()
         os._exit(NO_GPU_AFTER_FORK)
     try:
         if job == TRAINER:
-            private_trainer.measure(out, tiny=tiny, seconds=until - time.time())
+            turn.ready.set()
+            turn.come.wait()
+            private_trainer.measure(out, tiny=tiny, seconds=turn.until.value - time.time())
         else:
-            Measuring(job, out, tiny=tiny).run(until, ready, turn)
+            Measuring(job, out, tiny=tiny).run(turn)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -248,64 +261,55 @@ class Processes:
         self.parts = Path(tempfile.mkdtemp())
         self.start = time.time()
         self.context: Any = multiprocessing.get_context("fork")
+        self.forks = True
 
-    def one_by_one(self, jobs: tuple[Job, ...], until: float) -> None:
-        for number, job in enumerate(jobs):
-            if time.time() < until:
-                # A slow model may take the time that earlier ones have left, and none of the later ones'.
-                end = time.time() + (until - time.time()) * min(1.0, 1.6 / (len(jobs) - number))
-                process, _, turn = self.begin(job, end)
-                turn.set()
-                self.finish([(job, process)], end)
-                if process.exitcode == NO_GPU_AFTER_FORK and self.context.get_start_method() == "fork":
-                    self.context = multiprocessing.get_context("spawn")
-                    self.one_by_one(jobs[number:], until)
-                    return
-
-    def in_turn(self, jobs: tuple[Job, ...], until: float) -> None:
-        """Let all jobs prepare at the same time, then measure one after the other."""
-        if time.time() > until:
+    def in_turn(self, jobs: tuple[Job, ...], ready: float, until: float) -> None:
+        """Let all jobs prepare at the same time, until `ready` at most, then measure one after the other."""
+        if not jobs or time.time() > ready:
             return
-        begun = [(job, *self.begin(job, until)) for job in jobs]
-        to_measure = 6.0 * len(jobs)
-        for _, process, ready, _ in begun:
-            while process.is_alive() and not ready.is_set() and time.time() < until - to_measure:
-                ready.wait(0.2)
-        for _, process, ready, _ in begun:
-            if not ready.is_set():
-                process.kill()
-        self.say(f"{sum(ready.is_set() for _, _, ready, _ in begun)} of {len(jobs)} are compiled")
-        for job, process, ready, turn in begun:
-            if ready.is_set():
-                turn.set()
-            self.finish([(job, process)], until)
+        begun = [(job, *self.begin(job)) for job in jobs]
+        for _, process, turn in begun:
+            while process.is_alive() and not turn.ready.is_set() and time.time() < ready:
+                turn.ready.wait(0.2)
+        if any(process.exitcode == NO_GPU_AFTER_FORK for _, process, _ in begun) and self.forks:
+            self.context, self.forks = multiprocessing.get_context("spawn"), False
+            self.in_turn(jobs, ready, until)
+            return
+        late = [process for _, process, turn in begun if not turn.ready.is_set()]
+        for process in late:  # they would disturb the others
+            process.kill()
+        self.say(f"{len(jobs) - len(late)} of {len(jobs)} are ready")
+        for number, (job, process, turn) in enumerate(begun):
+            # A slow model may take the time that earlier ones have left, and none of the later ones'.
+            share = min(1.0, 1.6 / (len(jobs) - number))
+            self.measure(job, process, turn, time.time() + (until - time.time()) * share)
 
     def at_once(self, jobs: Iterable[Job], until: float) -> None:
-        begun = []
-        for job in jobs:
-            process, _, turn = self.begin(job, until)
-            turn.set()
-            begun.append((job, process))
-        self.finish(begun, until)
+        begun = [(job, *self.begin(job)) for job in jobs]
+        for _, _, turn in begun:
+            turn.until.value = until
+            turn.come.set()
+        for each in begun:
+            self.measure(*each, until)
 
-    def begin(self, job: Job, until: float) -> tuple[Any, Any, Any]:
-        ready, turn = self.context.Event(), self.context.Event()
-        arguments = (job, self.parts, until - 1, ready, turn)
-        process = self.context.Process(target=work, args=arguments, kwargs={"tiny": self.tiny})
+    def begin(self, job: Job) -> tuple[Any, Turn]:
+        turn = Turn(self.context.Event(), self.context.Event(), self.context.Value("d", 0.0))
+        process = self.context.Process(target=work, args=(job, self.parts, turn), kwargs={"tiny": self.tiny})
         process.start()
-        return process, ready, turn
+        return process, turn
 
-    def finish(self, begun: list[tuple[Job, Any]], until: float) -> None:
-        """Wait for processes, and kill them when their time is over: what they have measured is written."""
-        for job, process in begun:
-            while process.is_alive() and time.time() < until + 4:
-                process.join(2)
-                self.write()
-            if process.is_alive():
-                process.kill()
-                process.join(5)
+    def measure(self, job: Job, process: Any, turn: Turn, until: float) -> None:
+        """Let a process measure. Kill it when its time is over: what it has measured is written."""
+        turn.until.value = until - 1
+        turn.come.set()
+        while process.is_alive() and time.time() < until + 4:
+            process.join(2)
             self.write()
-            self.say(f"{job.name} ended with {process.exitcode}")
+        if process.is_alive():
+            process.kill()
+            process.join(5)
+        self.write()
+        self.say(f"{job.name} ended with {process.exitcode}")
 
     def write(self) -> dict[str, Any]:
         """Write OUT/headline.json from what all processes have written, and return what it says."""
@@ -322,19 +326,13 @@ def run_all(processes: Processes, rows: list[str], *, budget: float, smoke: bool
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     processes.say("imported")
-    phases = [
-        Phase(tuple(job for job in phase.jobs if job == TRAINER or job.row in rows), phase.until) for phase in PHASES
-    ]
+    phases = [(phase, tuple(job for job in phase.jobs if job == TRAINER or job.row in rows)) for phase in PHASES]
     if smoke:
         # opake takes minutes to compile
-        processes.at_once((job for phase in phases[:-1] for job in phase.jobs), processes.start + budget)
+        processes.at_once((job for _, jobs in phases[:-1] for job in jobs), processes.start + budget)
         return
-    for phase in phases:
-        until = processes.start + budget * phase.until
-        if phase.jobs and phase.jobs[0].prepared:
-            processes.in_turn(phase.jobs, until)
-        else:
-            processes.one_by_one(phase.jobs, until)
+    for phase, jobs in phases:
+        processes.in_turn(jobs, *(processes.start + budget * share for share in (phase.ready, phase.until)))
 
 
 def gathered(folder: Path, command: str) -> dict[str, Any]:

@@ -240,14 +240,14 @@ def ncu_captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def stand_in_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def fake_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """An `ncu` that behaves as a plan says, found as the real one would be found."""
-    from tests.stand_ins.ncu import StandIn
+    from tests.fake_tools.ncu import FakeNcu
 
-    def make(**plan: Any) -> StandIn:
-        stand_in = StandIn(tmp_path / "stand-in", **plan)
-        monkeypatch.setenv("NCU", str(stand_in.path))
-        return stand_in
+    def make(**plan: Any) -> FakeNcu:
+        fake = FakeNcu(tmp_path / "fake", **plan)
+        monkeypatch.setenv("NCU", str(fake.path))
+        return fake
 
     return make
 

@@ -6,6 +6,7 @@ import json
 import random
 import runpy
 import statistics
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -175,9 +176,15 @@ def rivals(monkeypatch):
     return load("rivals")
 
 
+def run_job(rivals, job, folder, seconds):
+    turn = rivals.Turn(threading.Event(), threading.Event(), SimpleNamespace(value=time.time() + seconds))
+    turn.come.set()
+    rivals.Measuring(job, folder, tiny=True).run(turn)
+    assert turn.ready.is_set()
+
+
 def test_cells_are_measured_in_pairs_and_a_refused_one_has_its_reason(rivals, tmp_path):
-    job = rivals.Job("gpt2", ("standard", "flash", "ghost"))
-    rivals.Measuring(job, tmp_path, tiny=True).run(time.time() + 60, None, None)
+    run_job(rivals, rivals.Job("gpt2", ("standard", "flash", "ghost"), ("flash",)), tmp_path, seconds=60)
     row = rivals.gathered(tmp_path, "x")["rows"]["gpt2"]["cells"]
     assert row["standard"]["ms"] > 0 and "time_ratio" not in row["standard"]
     assert row["flash"]["least_ratio"] <= row["flash"]["time_ratio"] <= row["flash"]["most_ratio"]
@@ -186,8 +193,7 @@ def test_cells_are_measured_in_pairs_and_a_refused_one_has_its_reason(rivals, tm
 
 
 def test_a_spent_budget_skips_cells_and_says_so(rivals, tmp_path):
-    job = rivals.Job("t5", ("standard", "flash"))
-    rivals.Measuring(job, tmp_path, tiny=True).run(time.time() - 1, None, None)
+    run_job(rivals, rivals.Job("t5", ("standard", "flash")), tmp_path, seconds=-1)
     row = rivals.gathered(tmp_path, "x")["rows"]["t5"]["cells"]
     assert row["flash"] == {"status": "not measured", "reason": "the time budget was spent"}
 
@@ -195,8 +201,8 @@ def test_a_spent_budget_skips_cells_and_says_so(rivals, tmp_path):
 @pytest.mark.slow
 def test_jobs_prepare_at_the_same_time_and_are_measured_in_turn(rivals, tmp_path):
     processes = rivals.Processes(tmp_path, tiny=True, command="x")
-    jobs = tuple(rivals.Job(row, ("functorch",), prepared=True) for row in ("decoder", "vit"))
-    processes.in_turn(jobs, time.time() + 120)
+    jobs = rivals.whole(("decoder", "vit"), "functorch")
+    processes.in_turn(jobs, time.time() + 100, time.time() + 120)
     found = json.loads((tmp_path / "headline.json").read_text())["rows"]
     assert [found[row]["cells"]["functorch"]["status"] for row in ("decoder", "vit")] == ["ok", "ok"]
 

@@ -11,7 +11,9 @@ import pytest
 
 from tests import ROOT
 
-PROSE = sorted({*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")})
+# Steps as CUDA graphs are no rows of the table: their page has figures of its own.
+GRAPHED = ROOT / "docs" / "cuda-graphs.md"
+PROSE = sorted({*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")} - {GRAPHED})
 RATIO = re.compile(r"(?<![\w.])\d+\.\d+\s?×(?!\s?\d)")
 
 
@@ -90,3 +92,12 @@ def test_the_table_of_engines_has_a_line_for_each_and_the_models_they_were_tried
     text = headline.engines_block(run, lambda path: path)
     assert "| Opacus functorch | 1.50×, 2.00× |" in text and "T5" not in text
     assert "| opake | fails |" in text and "- GPT-2, opake: it breaks." in text
+
+
+def test_the_overhead_of_the_trainer_is_a_line_for_each_size(headline):
+    row = {"logical": 32, "physical": 8, "length": 512, "loop_ms": 300.0, "trainer_ms": 306.0}
+    rows = [{**row, "ratio": 1.02, "low_ratio": 1.0, "high_ratio": 1.04, "pairs": []}]
+    run = {"command": "x", "date": "2026-01-01", "device": "GPU", "trainer": {"rows": rows}}
+    page = next(page for page in headline.PAGES if page.table == "trainer")
+    text = headline.written(page, f"a\n{headline.BEGIN}\nold\n{headline.END}\nb", run)
+    assert "| 32 samples × 512 in batches of 8 | 300 ms | 306 ms | 1.02× (1.00–1.04) |" in text and "old" not in text

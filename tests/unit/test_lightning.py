@@ -11,7 +11,9 @@ from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_loader, make_model, sgd
 from tests.unit.two_ranks import run_ranks
 
-lightning = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("lightning.pytorch")
+
+import lightning.pytorch as lightning
 
 from dpscope.lightning import PrivateTraining
 from tests.unit.lightning_fit import Classifier, loader, private, trainer

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.gradients.clip_rules import Adaptive, Automatic, ClipRule, Normalised, PerGroup, PerLayer, Psac
     from dpscope.flash.gradients.explanation import PathTable
-    from dpscope.flash.gradients.paths import Decision, choose_path
+    from dpscope.flash.gradients.paths import Decision, Product, choose_path
     from dpscope.flash.graphed.step import make_graphed_step
     from dpscope.flash.layers import register_layer
     from dpscope.flash.opacus.opacus_arguments import UnsupportedModelError
@@ -39,6 +39,7 @@ _HOME = {
     "PerGroup": "gradients.clip_rules",
     "PerLayer": "gradients.clip_rules",
     "PrivacyEngine": "opacus.privacy_engine",
+    "Product": "gradients.paths",
     "Psac": "gradients.clip_rules",
     "TrainingState": "opacus.training_state",
     "UnsupportedModelError": "opacus.opacus_arguments",
@@ -66,6 +67,7 @@ __all__ = [
     "PerGroup",
     "PerLayer",
     "PrivacyEngine",
+    "Product",
     "Psac",
     "TrainingState",
     "UnsupportedModelError",

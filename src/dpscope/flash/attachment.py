@@ -123,8 +123,7 @@ class Attachment:
     def refresh(self) -> bool:
         """Tap again if a layer or another module's forward has changed. Return whether one has.
 
-        It runs in every pass, so it checks each class once, and instances by their class and the size of their
-        dictionary.
+        It runs in every pass, so it checks each class only once, and instances by their class and dictionary size.
         """
         changed = self._changed_layers()
         if changed:
@@ -172,7 +171,7 @@ class Attachment:
         self.taps.append(tap)
 
     def _wrapper_taps(self) -> Iterator[InstanceMethod]:
-        """Yield taps of what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
+        """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
         if self._ranks is not None and self._ranks.layout.wrapper is not None:
@@ -196,9 +195,10 @@ class Attachment:
         climb: bool = False,
         strays: Collection[nn.Parameter] = (),
     ) -> bool:
-        """Tap modules in the next way that may fit them; return whether there is one (see `Ladder`).
+        """Tap modules in the next way of the `Ladder`; return whether there is one.
 
-        Without a module, a rehearsal was refused, perhaps because something has the batch's size by coincidence.
+        Without modules, tap all again: a rehearsal was refused, perhaps because a dimension equals the batch size by
+        chance.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)
@@ -222,9 +222,9 @@ class Attachment:
     # -- guards ------------------------------------------------------------------------------------------------------
 
     def _guard(self, slot: Slot) -> None:
-        """Refuse an ordinary gradient of the parameter before it is added: it came past the taps, and is not clipped.
+        """Refuse an ordinary gradient of the parameter before it is added: it bypassed the taps and is not clipped.
 
-        The hook holds the parameter's name alone: a parameter that a hook of its own holds is never freed.
+        The hook holds only the parameter's name, because a parameter referenced by its own hook is never freed.
         """
         name = slot.name
 

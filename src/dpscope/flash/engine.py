@@ -38,7 +38,7 @@ from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
 from dpscope.flash.step.captured import CapturedBatch, StaticInputs
 from dpscope.flash.step.closing import LocalCloser, RankCloser, one_by_one
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.microbatch import MicroBatch, Normed, RunningSum, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.taps.block_tails import Tail
@@ -182,7 +182,7 @@ class FlashEngine:
 
     @property
     def pending(self) -> bool:
-        """True if a backward pass has left something that is not summed yet."""
+        """True if a backward pass has recorded something that is not summed yet."""
         return self.state.recorded
 
     @property
@@ -206,7 +206,7 @@ class FlashEngine:
 
     @property
     def taps(self) -> list[InstanceMethod]:
-        """The taps on the model. There is another list once it was tapped again."""
+        """The taps on the model. Tapping it again makes a new list."""
         return self._attachment.taps
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:
@@ -386,11 +386,13 @@ class FlashEngine:
 
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        normed = [each.norms for each in passes if each.norms is not None]
+        normed = [(each.norms, each.groups) for each in passes if each.norms is not None]
         micro = self.micro_batch(recorded, rows=rows, normed=normed)
         found, static = micro.clipping, self.static
         real = self._real(rows)
-        self.state.observe(self.clip.observe(found.norms, found.finite))
+        self.state.observe(
+            self.clip.observe(found.norms, found.finite, self.clip.bounds if static is None else static.bounds)
+        )
         several = len(found.norms) > 1
         self.norms = found.norms.norm(dim=0) if several else found.norms[0]
         self.factors = found.factors.mT if several else found.factors[0]
@@ -410,7 +412,7 @@ class FlashEngine:
         recorded: Recorded,
         *,
         rows: Rows | None = None,
-        normed: Sequence[Tensor] = (),
+        normed: Sequence[Normed] = (),
         groups: Sequence[int] | None = None,
     ) -> MicroBatch:
         """Return norms and factors of what is recorded. `groups`: only those of the clipping rule, in backward."""

@@ -5,8 +5,8 @@ For sample b with gradient v_b over all trainable parameters together (norms in 
     norm_b = ||v_b||,   factor_b = min(1, C / norm_b)  (0 where norm_b is not finite),   sum = Σ_b factor_b v_b
 
 for flat clipping; other rules have their own factors. It shares no code with the engine. The model is deep-copied
-first, so the caller's gradients, buffers and taps are never touched. The copy is an ordinary model even if an engine is
-attached.
+first, so the caller's gradients, buffers and taps are never touched. The copy is an ordinary model, even if an engine
+is attached to the original.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | No
 
 
 def gradients_by_name(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the same for a model's trainable parameters; None if the loss does not depend on one."""
+    """Return the gradients of a model's trainable parameters; None if the loss does not depend on one."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return dict(zip(named, gradients_of(loss, list(named.values())), strict=True))
 

@@ -27,14 +27,14 @@ class Compilation:
         self._first = self._before_measuring = CompileCounts.now()
 
     @classmethod
-    def of(cls, step: Callable[[], None], device: str, progress: Progress) -> Compilation:
-        """Take steps until two in a row compile nothing. `step` waits for the device."""
+    def of(cls, step: Callable[[], None], device: str | None, progress: Progress) -> Compilation:
+        """Take steps until two in a row compile nothing. `step` waits for the device, whose peak is forgotten."""
         compilation, settled = cls(), 0
         with must_compile():
             while settled < SETTLED and compilation.steps < MOST_STEPS:
                 progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
                 settled = 0 if compilation._compiles_in(step) else settled + 1
-                if not settled:
+                if not settled and device is not None:
                     forget_peak(torch.device(device))  # autotuning tries kernels on tensors of its own
         compilation.begin_measuring()
         return compilation

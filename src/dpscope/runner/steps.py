@@ -64,7 +64,9 @@ class TrainingSteps:
             self()
             self.require_finite_losses()  # which waits for the device
 
-        self.compilation = Compilation.of(step, self._spec.device, progress)
+        # The peak of a CUDA graph is that of its capture, which is among these steps.
+        device = None if self._spec.cuda_graph else self._spec.device
+        self.compilation = Compilation.of(step, device, progress)
 
     def capture(self, progress: Progress = no_progress) -> None:
         """Take steps until they replay a CUDA graph, if the spec asks for one."""

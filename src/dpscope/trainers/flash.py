@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from dpscope.flash import make_graphed_step
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.gradients.contributions import Kept, Saved, Summed
 from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
@@ -63,13 +62,13 @@ class DPFlashClippingTrainer(StandardTrainer):
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
         for slot, part in self.engine.contributions():
-            if isinstance(part, Kept):
-                yield PER_SAMPLE_GRADIENTS, slot.module, part.values
-            elif isinstance(part, Summed) and part.owned:
-                yield PER_SAMPLE_GRADIENTS, slot.module, part.g
-            elif isinstance(part, Saved):
-                yield ACTIVATION_HOOKS, slot.module, part.first
-                yield ACTIVATION_HOOKS, slot.module, part.g
+            values = part.per_sample
+            if values is None and not part.is_borrowed:
+                values = part.summed_later
+            if values is not None:
+                yield PER_SAMPLE_GRADIENTS, slot.module, values
+            for tensor in part.saved:
+                yield ACTIVATION_HOOKS, slot.module, tensor
         for name, total in self.engine.running_sums.held():
             yield GRADIENTS, name.rpartition(".")[0], total
         for norms in (self.engine.norms, self.engine.factors):

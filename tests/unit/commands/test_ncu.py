@@ -156,10 +156,10 @@ def run_script(tmp_path, **settings):
 
 
 @pytest.mark.slow
-def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu_captures):
-    from tests.stand_ins.ncu import raw_csv
+def test_the_script_makes_twelve_reports_and_a_table(tmp_path, fake_ncu, ncu_captures):
+    from tests.fake_tools.ncu import raw_csv
 
-    ncu = stand_in_ncu(
+    ncu = fake_ncu(
         reports={"range": str(ncu_captures["range"])},
         csv={"any": raw_csv([("range", {"dram__bytes_read.sum": 5e9, "dram__bytes_write.sum": 1e9}, None)])},
     )
@@ -182,9 +182,9 @@ def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu
 
 
 @pytest.mark.slow
-def test_one_failure_does_not_stop_the_rest(tmp_path, stand_in_ncu):
+def test_one_failure_does_not_stop_the_rest(tmp_path, fake_ncu):
     """Without a GPU the real program fails under every ncu: each failure is said, and so is its cause."""
-    stand_in_ncu(runs_program=True, says={"range": ""})
+    fake_ncu(runs_program=True, says={"range": ""})
     done = run_script(tmp_path, TRAINERS="standard flash_clip", BATCH_SIZES="2", SEQ_LENS="8", MODEL="tiny")
     assert done.returncode == 1
     assert done.stdout.count("!!! NCU FAILED") == 2

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from tests import DATA
-from tests.stand_ins import nsys as fake_nsys
-from tests.stand_ins.nsys_exports import a_step
+from tests.fake_tools import nsys as fake_nsys
+from tests.fake_tools.nsys_exports import a_step
 
 REAL = DATA / "nsys_step.sqlite"
 

@@ -12,8 +12,8 @@ from dpscope.commands import doctor
 from dpscope.packages import version_of
 from dpscope.runner import diagnosis
 from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT
-from tests.stand_ins import nsys as fake_nsys
-from tests.stand_ins.ncu import NO_PERMISSION
+from tests.fake_tools import nsys as fake_nsys
+from tests.fake_tools.ncu import NO_PERMISSION
 
 # Lines ncu prints around a profiled kernel.
 NCU_FIGURES = """==PROF== Connected to process 4711
@@ -48,8 +48,8 @@ def finding(checked, name):
         ("", BROKEN, "without a message"),
     ],
 )
-def test_counters_are_judged_by_what_ncu_prints(gpu, stand_in_ncu, printed, status, says):
-    ncu = stand_in_ncu(says={"range": printed})
+def test_counters_are_judged_by_what_ncu_prints(gpu, fake_ncu, printed, status, says):
+    ncu = fake_ncu(says={"range": printed})
     checked = diagnosis.check_ncu()
     assert finding(checked, "Nsight Compute").found == f"2025.3.1, {ncu.path}"
     counters = finding(checked, "GPU counters")

@@ -21,7 +21,7 @@ from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure_or_explain
 from dpscope.vocabulary.statuses import DISK_FULL, FAILED, OK, OOM, SKIPPED, TIMEOUT
 
-# How every stand-in worker begins: with the request that the parent hands it.
+# How every fake worker begins: with the request that the parent hands it.
 READ_REQUEST = "import json, os, signal, sys, time\nrequest = json.loads(sys.stdin.readline())\n"
 
 WRITE_RESULT = """

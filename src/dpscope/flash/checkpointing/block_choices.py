@@ -8,9 +8,9 @@
 
 A block is summed if the clipping rule's groups lie inside it (`per_layer`), so that its factors need no other layer.
 
-When a micro-batch is closed, all held layers are summed before any block runs again, so sums take the place of x and g.
-The backward pass is therefore what decides. It reaches the blocks one after the other, and takes, besides what is live
-when it reaches one:
+When a micro-batch is closed, all held layers are summed before any block runs again, so sums replace x and g. The
+backward pass therefore decides. It reaches the blocks one after the other and needs, in addition to what is live at
+that point:
 
     that block      if it is held, x and g less its outputs' gradients and the input that was made for it
     each to come    its outputs' gradients; its input is live already, and stays
@@ -56,7 +56,7 @@ class BlockCost:
 
     @property
     def at_work(self) -> int:
-        """At most, while backward is in the block: no g is let go before the block's norms are taken."""
+        """The most that is held while backward is in the block: no g is freed before the block's norms are taken."""
         return self.activations + self.gradients
 
     def of(self, samples: int) -> BlockCost:
@@ -103,7 +103,7 @@ class BlockChoices:
         self._choices[index] = (IS_HELD, why)
 
     def hold_shared(self, index: int, why: str) -> None:
-        """Hold the block, from now on always."""
+        """Hold the block in all later passes."""
         self._shared[index] = why
         self.hold(index, why)
 
@@ -172,10 +172,9 @@ class BlockChoices:
         return False, saved
 
     def _reserve(self, later: Mapping[int, BlockCost]) -> None:
-        """Find how much memory blocks that backward has not reached will add: at least, and if all are held.
+        """Find the memory that blocks not yet reached by backward will add: the least, and if all are held.
 
-        Only what is left by blocks that are held goes to gradients that are faster to keep: a block that need not run
-        again saves more time for its bytes.
+        Held blocks come before kept gradients, because holding a block saves more time for its bytes.
         """
         at_work = max((each.at_work for each in later.values()), default=0)
         if_held = {i: each.held - each.freed for i, each in later.items()}
@@ -185,7 +184,7 @@ class BlockChoices:
     # -- what a block takes ------------------------------------------------------------------------------------------
 
     def keeps(self, index: int, samples: int) -> bool:
-        """Return True if layers of a held block may keep per-sample gradients: it takes less, or there is room."""
+        """Return True if layers of a held block may keep per-sample gradients: these take less, or there is room."""
         known = self._costs.get(index)
         if known is None or samples < 2:
             return True
@@ -198,7 +197,7 @@ class BlockChoices:
         return known is not None and (known.samples, known.shape) == (samples, shape)
 
     def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
-        """Note the cost of a pass whose norms are about to be taken."""
+        """Record the cost of a pass whose norms are about to be taken."""
         kept, saved = each.bytes_if_kept, each.bytes_if_saved
         self._costs[each.index] = BlockCost(
             shape,

@@ -1,8 +1,8 @@
-"""Fingerprints of blocks: they tell if a rerun gave the layers the inputs and gradients of the backward pass.
+"""Fingerprints of blocks, to check that a rerun gave the layers the same inputs and gradients as the backward pass.
 
 The contributions of its layers are projected on fixed signs, sample by sample (kernels/projections.py). A difference δ
 between two runs moves the projection by about ‖δ‖, in any direction; rounding moves it by about ε‖g‖. Norms are
-compared as well: rounding, which has no direction, hardly moves them, and a factor moves nothing more.
+compared as well: rounding hardly changes them, and a common factor changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Contribution, Kept, Saved
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.projections import projections
@@ -52,9 +52,9 @@ def project(left: Left) -> dict[str, Tensor]:
     complete = all(left.values())
     for number, parts in enumerate(left.values()):
         for part in parts:
-            add(LEFT_SUMS if isinstance(part, Kept) else LEFT_GRADIENTS, gradient_of(part), number)
-            if complete and isinstance(part, Saved):
-                x = part.first
+            add(LEFT_GRADIENTS if part.saved else LEFT_SUMS, gradient_of(part), number)
+            if complete and part.saved:
+                x = part.saved[0]
                 add(LEFT_INPUTS, x if x.is_floating_point() else x.double(), number)  # ids are numbers as good as any
     return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
 
@@ -70,7 +70,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
-        """Return the fingerprint of a block that computes in `dtypes`, besides those of what its layers have left."""
+        """Return the fingerprint of a block that computes in `dtypes` and in those of its layers' contributions."""
         tensors = [gradient_of(part) for parts in left.values() for part in parts]
         dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
         return cls(project(left), tolerance_of(dtypes, tensors[0].device))
@@ -105,7 +105,5 @@ def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]],
 
 
 def gradient_of(part: Contribution) -> Tensor:
-    if isinstance(part, Kept):
-        return part.values
-    assert isinstance(part, Saved)
-    return part.g
+    """Return what a layer left of its gradient: that of positions, or per-sample gradients."""
+    return part.saved[-1] if part.saved else part.materialise()

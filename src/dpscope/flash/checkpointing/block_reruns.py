@@ -247,7 +247,7 @@ class BlockReruns:
         return projected
 
     def _product_left_out(self, each: BlockPass) -> int | None:
-        """Return the product to leave out, known from an earlier run of the same shape with the same layers trained."""
+        """Return the product to skip, known from an earlier run of the same shape with the same trained layers."""
         form, number = self._left_out.get(each.index, (None, None))
         return number if form == _form(each) and each.index not in self._whole else None
 

@@ -1,4 +1,4 @@
-"""Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
+"""Checkpointed blocks under a memory budget: their layers' contributions are held, or recomputed later.
 
 The norms of a recomputed block are taken when backward leaves it, and x and g of its layers are released. Its
 input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
@@ -21,14 +21,15 @@ from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient
 from dpscope.flash.checkpointing.block_reruns import BlockReruns
 from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
 from dpscope.flash.gradients.combination import combine
-from dpscope.flash.gradients.contributions import Contribution, Kept
-from dpscope.flash.gradients.norms import GroupedNorms, in_groups
+from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.norms import GroupedNorms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.checkpoint_calls import can_be_watched, watching
 
@@ -246,7 +247,7 @@ class CheckpointedBlocks:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Take the norms of the block that backward has left, and let go of what its layers left."""
+        """Take the norms of the block that backward has left, and free the contributions of its layers."""
         done, self._gathering = self._gathering, None
         if done is None:
             return
@@ -271,7 +272,7 @@ class CheckpointedBlocks:
         self._hold_sums(done)
         before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
         try:
-            with torch.autocast(device.type, enabled=False):
+            with no_autocast(device.type):
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
                 clip = self.engine.clip
                 norms = GroupedNorms(len(clip.bounds), samples, device)
@@ -296,11 +297,11 @@ class CheckpointedBlocks:
         rules = engine.path_rules
         before, rules.runs_again = rules.runs_again, True
         try:
-            with torch.autocast(device, enabled=False):
+            with no_autocast(device):
                 if done.input is not None:
                     done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
                 micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
-                done.close(in_groups(dict(zip(groups, micro.squared, strict=True)), len(engine.clip.bounds)))
+                done.close(micro.squared, groups)
                 done.sums = list(micro.sums(into=None, factored=False))
                 done.sensitivity = engine.clip.sensitivity()
         finally:
@@ -311,10 +312,10 @@ class CheckpointedBlocks:
     def _hold_sums(done: BlockPass) -> None:
         """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
 
-        The block need not make them again, and those of all blocks are normed and summed at once.
+        The block need not recompute them, and those of all blocks are normed and summed at once.
         """
         room = (done.input_bytes + done.grad_bytes) // 8
-        sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}
+        sums = {slot: parts for slot, parts in done.gathered.items() if not any(part.saved for part in parts)}
         if len(sums) == len(done.gathered):
             return
         for slot, parts in sums.items():
@@ -326,7 +327,7 @@ class CheckpointedBlocks:
                 slot.add(part)
 
     def clear(self) -> None:
-        """Forget the micro-batch's backward passes."""
+        """Drop the records of the micro-batch's backward passes."""
         self._passes, self._gathering = [], None
 
     def close(self) -> list[BlockPass]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
-from dpscope.flash.gradients.contributions import Contribution, Kept, Saved, held
+from dpscope.flash.gradients.contributions import Contribution, held
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.taps.block_tails import Tail
@@ -34,7 +34,7 @@ class ForwardState(NamedTuple):
 
     @classmethod
     def now(cls, devices: Sequence[torch.device], *, numpy_state: bool = True) -> ForwardState:
-        """Look at them; `numpy_state`: whether NumPy's random state belongs to it."""
+        """Take a snapshot; `numpy_state`: include NumPy's random state."""
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
             RandomStates.now(devices, numpy_state=numpy_state),
@@ -101,6 +101,7 @@ class BlockPass:
         self.gathered: dict[Slot, list[Contribution]] = {}
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (G, B) squared, once they are taken
+        self.groups: Sequence[int] | None = None  # whose norms these are; None: all
         self.shape: Any = None  # of its samples: see `BlockChoices.is_held`
         self.sums: list[SumBatch] = []  # if it is summed
         self.sensitivity = 0.0  # of these sums
@@ -108,10 +109,10 @@ class BlockPass:
         self.is_measured = not summed  # how much it takes is to be found
         self.activations = 0  # bytes that its forward adds to what is live
 
-    def close(self, norms: Tensor) -> None:
-        """Store the norms and release the contributions of the layers."""
+    def close(self, norms: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Store the norms, of all groups or of some, and release the contributions of the layers."""
         self.slots, self.gathered = list(self.gathered), {}
-        self.norms = norms
+        self.norms, self.groups = norms, groups
 
     @property
     def batch_size(self) -> int:
@@ -124,7 +125,7 @@ class BlockPass:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """In which the block computes, as far as its boundary and autocast tell."""
+        """The dtypes in which the block computes, judged by its boundary and autocast."""
         assert self.input is not None
         tensors = [each for each in (*self.grads, *self.input.leaves) if isinstance(each, Tensor)]
         autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}
@@ -153,7 +154,7 @@ class BlockPass:
         """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
-            if isinstance(part, Saved) and part.decision.kept_if_held is not None:
+            if part.decision is not None and part.decision.kept_if_held is not None:
                 kept += part.decision.kept_if_held
             else:
                 others.append(part)
@@ -191,10 +192,7 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def _tensors(part: Contribution) -> tuple[Tensor, ...]:
-    if isinstance(part, Kept):
-        return (part.values,)
-    assert isinstance(part, Saved)
-    return part.first, part.g
+    return part.saved or (part.materialise(),)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

@@ -1,11 +1,11 @@
-"""Capture leaves for what traced calls give out of a compiled backward, and the node that receives it.
+"""Capture leaves, through which x and g leave a compiled backward, and the node that receives them.
 
     plan      the tapped calls of a forward with given arguments, their shapes noted in an eager run
     handout   the capture leaves of one forward pass: each tap gets those of its calls before, and loses them after
     Receiver  the autograd node behind the leaves, outside of every graph: its gradients are x and g of all calls
 
-Two forward passes have two receivers, so that what they leave stays apart; a backward pass that does not ask for the
-gradients of parameters does not run a receiver at all.
+Two forward passes have two receivers, so that their records stay separate. A backward pass that does not ask for
+gradients of parameters runs no receiver.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dpscope.errors import UserError
 from dpscope.flash.sample_rows.rehearsal_run import Run
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, check_backward
 from dpscope.flash.taps.traced import Handed
+from dpscope.flash.torch_side.autocast import no_autocast
 
 _TICKET = Spec((), torch.float32)
 
@@ -133,7 +134,7 @@ class CallPlan:
 
 
 def _zeros(spec: Spec, device: torch.device) -> Tensor:
-    """Return a tensor with one element at every place. Its values are never read."""
+    """Return a tensor that repeats one element. Its values are never read."""
     return torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=spec.dtype, device=device)
 
 
@@ -183,12 +184,12 @@ class Handout:
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:
-        """Give the engine what a backward pass has left of each call; `left` is empty afterwards."""
+        """Pass the record of each call in a backward pass to the engine; `left` is empty afterwards."""
         left.reverse()
         seen: Counter[LayerTap] = Counter()
         tickets: list[tuple[LayerTap, Tensor]] = []
         missing: list[TappedCall] = []
-        with torch.autocast(self.shares[0].call.device.type, enabled=False):
+        with no_autocast(self.shares[0].call.device.type):
             for share in self.shares:
                 tap = share.call.tap
                 seen[tap] += 1

@@ -92,7 +92,7 @@ def _autocast() -> tuple[Any, ...]:
 
 
 class RegionTap(EngineTap):
-    """The forward of what torch.compile(module) gives back."""
+    """Tap on the forward of the module that torch.compile(module) returns."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
         super().__init__(engine, name, module)
@@ -121,7 +121,7 @@ class CompiledCallTap(RegionTap):
 
 
 def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
-    """Return taps for what is compiled by now, around the model (`given`) and inside it, and has none yet."""
+    """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
     found = []
     for name, module in given.named_modules():
         kind = RegionTap if is_wrapper(module) else CompiledCallTap

@@ -13,8 +13,8 @@ With n the norm of a sample's gradient (over all parameters, or over the paramet
 | `adaptive`   | min(1, C / n)         | one                    | C follows a quantile of the norms, privately |
 
 A sample has no share in a group where its gradient is not finite. In each group its share has a norm of at most C_g, so
-all of it is at most `sensitivity()`: the noise multiplier
-times that is the standard deviation of the noise. A new rule is a class here and an entry of `CLIP_RULES`.
+its total norm is at most `sensitivity()`. The standard deviation of the noise is the noise multiplier times that. A new
+rule is a class here and an entry of `CLIP_RULES`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ClipRule:
         self.bounds = [_bound(max_grad_norm)]
 
     def bind(self, names: Sequence[str]) -> None:
-        """Learn the `names` of the trained parameters; called once, before the first step."""
+        """Receive the `names` of the trained parameters. Called once, before the first step."""
 
     def group_of(self, name: str) -> int:
         """Return the index in `bounds` of the group of parameter `name`."""
@@ -89,15 +89,18 @@ class ClipRule:
 
     # -- rules that learn from a step ----------------------------------------------------------------------------------
 
-    def observe(self, norms: Tensor, finite: Tensor) -> Tensor | None:
-        """Return the count that the rule takes of a micro-batch, given norms (G, B) and finite samples (B,)."""
+    def observe(self, norms: Tensor, finite: Tensor, bounds: Tensor | Sequence[float]) -> Tensor | None:
+        """Return the rule's count for a micro-batch, given norms (G, B), finite samples (B,) and bounds.
+
+        The bounds may be a tensor, (G, 1), that a CUDA graph reads: the rule's own would be those of the capture.
+        """
 
     def noise_multiplier(self, given: float) -> float:
-        """Return the noise multiplier of the sums: a larger one than given, if the rule releases a count besides."""
+        """Return the noise multiplier of the sums: larger than the given one if the rule also releases a count."""
         return given
 
     def count_noise(self) -> float:
-        """Draw the noise of the count that the step releases besides the sums."""
+        """Draw the noise of the count that the step releases in addition to the sums."""
         return 0.0
 
     def end_step(self, released: float, samples: float) -> None:
@@ -282,9 +285,9 @@ class Adaptive(ClipRule):
         self.unclipped_num_std = _bound(unclipped_num_std, "unclipped_num_std")
         self._random = secrets.SystemRandom()
 
-    def observe(self, norms: Tensor, finite: Tensor) -> Tensor:
+    def observe(self, norms: Tensor, finite: Tensor, bounds: Tensor | Sequence[float]) -> Tensor:
         # Centred: a sample moves the count by one half in either direction, which is the 2 in `noise_multiplier`.
-        return ((norms[0] <= self.bounds[0]) & finite).sum() - finite.sum() / 2
+        return ((norms[0] <= bounds[0]) & finite).sum() - finite.sum() / 2
 
     def noise_multiplier(self, given: float) -> float:
         if given == 0:

@@ -1,4 +1,4 @@
-"""Several uses of one parameter: their contributions add up before the norm, so cross terms are never left out.
+"""Several uses of one parameter: their contributions are added before the norm is taken, so no cross term is missing.
 
 ||Σ_i A_i||² of contributions A_i of one sample: uses with a common closed form are put together (Outer beside Outer and
 Lookup beside Lookup stand one after the other along T); an embedding tied to the head has its own cross term, or its
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.gradients import contributions
-from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, Saved, wide
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide
 from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, exact_path
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
@@ -30,7 +31,7 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     x, head = outer.x, outer.g
     dtype = wide(g.dtype)
     batch, length = ids.shape
-    step = max(1, contributions.SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
+    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
     total = torch.zeros(batch, dtype=torch.float64, device=g.device)
     for start in range(0, length, step):
         part = slice(start, start + step)
@@ -120,8 +121,7 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
         part = parts.pop()
         values = part.materialise()
         if total is None:
-            borrowed = isinstance(part, Kept) and not part.owned
-            total = values.to(dtype, copy=borrowed)
+            total = values.to(dtype, copy=part.is_borrowed)
         else:
             total.add_(values)
     assert total is not None
@@ -130,10 +130,9 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
 
 def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) -> None:
     """Describe the combination of several uses, for explain()."""
-    saved = [part for part in parts if isinstance(part, Saved)]
-    decision = saved[-1].decision if saved else Decision(KEEP, "they have no closed form, and are added")
+    decision = parts[-1].decision or Decision(KEEP, "they have no closed form, and are added")
     slot.describe(
         " + ".join(part.kind for part in parts),
         replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}"),
-        {name: shape for part in saved for name, shape in part.shapes.items()},
+        {name: shape for part in parts for name, shape in part.shapes.items()},
     )

@@ -27,13 +27,9 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.flash.kernels.triton_runtime import rows_are_aligned
+from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES, rows_are_aligned
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
-
-# Scratch memory for per-sample gradients that are only squared (`direct`) and for gathered rows. It is taken when
-# backward has freed its activations; with an eighth of it the host is slower than the GPU.
-SCRATCH_BYTES = 2**29
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -86,35 +82,98 @@ def chunks(count: int, bytes_each: int) -> Iterator[slice]:
         yield slice(start, min(count, start + step))
 
 
-class Contribution(Protocol):
-    @property
-    def kind(self) -> str: ...
+class Contribution:
+    """What one use of a parameter leaves of all samples. Subclasses say how it is held, normed and summed."""
+
+    __slots__ = ()
+    kind: ClassVar[str]  # for explain()
 
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        raise NotImplementedError
 
-    def check_unchanged(self, name: str) -> None: ...
+    @property
+    def per_sample(self) -> Tensor | None:
+        """Per-sample gradients, (B, *shape), if that is what is held."""
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+    @property
+    def summed_later(self) -> Tensor | None:
+        """g: (B, T, p) whose sums over T are the per-sample gradients, if that is what is held."""
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the backward pass that are held: x and g."""
+        return ()
+
+    @property
+    def decision(self) -> Decision | None:
+        """The path of its norms, if it has one."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {}
+
+    @property
+    def is_copy(self) -> bool:
+        """True if a CUDA graph keeps the memory that this is a copy of."""
+        return False
+
+    @property
+    def is_borrowed(self) -> bool:
+        """True if what is held has another owner, too."""
+        return False
+
+    def launch_key(self) -> object | None:
+        """Return what has to be equal for sums to be made in one launch; None if each is made by itself."""
+
+    def check_unchanged(self, name: str) -> None:
+        """Raise UserError if what is held was changed in place."""
+
+    def absorb(self, other: Contribution, dtype: torch.dtype) -> bool:
         """Add `other`, of the same parameter, into this one if possible. Return True if only one is still needed."""
+        return False
 
     def taken(self, index: Tensor) -> Contribution:
-        """Return the same of some rows; -1 is a row of zeros."""
+        """Return the contribution restricted to some rows; -1 is a row of zeros."""
+        raise NotImplementedError
 
     def folded(self, each: int, rules: PathRules) -> Contribution:
-        """Return the same with `each` rows beside one another as one sample."""
+        """Return the contribution with `each` consecutive rows as one sample."""
+        raise NotImplementedError
 
     def materialise(self) -> Tensor:
         """Return the per-sample gradients, (B, *shape)."""
+        raise NotImplementedError
+
+    def kept_product(self) -> Tensor | None:
+        """Return the per-sample gradients of a product whose path is to keep them; None for anything else."""
 
     def norms_squared(self) -> Tensor:
         """Return squared norms, (B,), without keeping per-sample gradients."""
+        raise NotImplementedError
+
+    def add_norm(self, norms: Norms) -> None:
+        """Add the squared norms to those of other parameters."""
+        norms.add(self.norms_squared())
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         """Return Σ_b scale_b v_b, added into `out` if given. A sample with scale 0 is left out, even if it has NaN."""
+        raise NotImplementedError
 
 
-class Kept:
+class Norms(Protocol):
+    """Sum of squared norms over parameters (norms.py), which takes some contributions many at a time."""
+
+    def add(self, norms_squared: Tensor) -> None: ...
+
+    def add_kept(self, part: Kept) -> None: ...
+
+    def add_product(self, part: Outer) -> None: ...
+
+    def add_lookup(self, part: Lookup) -> None: ...
+
+
+class Kept(Contribution):
     """Per-sample gradients themselves. `owned`: the storage has no other owner and may be overwritten.
 
     squares: (B, n), whose sums over n are the squared norms of these values, if they are known
@@ -136,14 +195,29 @@ class Kept:
     def batch_size(self) -> int:
         return self.values.shape[0]
 
+    @property
+    def per_sample(self) -> Tensor:
+        return self.values
+
+    @property
+    def is_borrowed(self) -> bool:
+        return not self.owned
+
+    def launch_key(self) -> object:
+        return Kept
+
+    def add_norm(self, norms: Norms) -> None:
+        norms.add_kept(self)
+
     def check_unchanged(self, name: str) -> None:
         if not self.owned and self.values._version != self.version:
             refuse_changed(name)
 
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        if not self.owned or self.values.dtype != dtype or self.values.shape != other.values.shape:
+    def absorb(self, other: Contribution, dtype: torch.dtype) -> bool:
+        values = other.per_sample
+        if values is None or not self.owned or self.values.dtype != dtype or self.values.shape != values.shape:
             return False
-        self.values.add_(other.values)
+        self.values.add_(values)
         return True
 
     def taken(self, index: Tensor) -> Kept:
@@ -169,7 +243,7 @@ def kept_products(x: Tensor, g: Tensor) -> Kept:
     return Kept(sample_products(x, g)) if made is None else Kept(made[0], squares=made[1])
 
 
-class Summed:
+class Summed(Contribution):
     """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
 
     owned: g holds sums over stretches of positions and has no other owner; otherwise an Outer holds it, too
@@ -187,12 +261,17 @@ class Summed:
     def batch_size(self) -> int:
         return self.g.shape[0]
 
+    @property
+    def summed_later(self) -> Tensor:
+        return self.g
+
+    @property
+    def is_borrowed(self) -> bool:
+        return not self.owned
+
     def check_unchanged(self, name: str) -> None:
         if self.g._version != self.version:
             refuse_changed(name)
-
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
 
     def taken(self, index: Tensor) -> Summed:
         return Summed(take_rows(self.g, index), owned=True)
@@ -226,34 +305,38 @@ def held(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
-class Saved:
+class Saved(Contribution):
     """Tensors of the backward pass, watched for in-place changes until they are summed.
 
     `decision`: the path their norms take; `kind` and `names` of the two tensors are for explain().
     """
 
-    __slots__ = ("copied", "decision", "first", "g", "versions")
-    kind: ClassVar[str]
+    __slots__ = ("_is_copy", "decision", "first", "g", "versions")
     names: ClassVar[tuple[str, str]] = ("x", "g")
 
     def __init__(self, first: Tensor, g: Tensor, decision: Decision) -> None:
         # The tensor without its history: holding it must not hold the graph of the forward pass.
         self.first = first.detach() if first.requires_grad else held(first)
         self.g = held(g)
-        self.copied = self.g is not g
+        self._is_copy = self.g is not g
         self.versions = (self.first._version, self.g._version)
-        self.decision = decision
+        self.decision: Decision = decision
 
     @property
     def batch_size(self) -> int:
         return self.g.shape[0]
 
     @property
+    def saved(self) -> tuple[Tensor, Tensor]:
+        return self.first, self.g
+
+    @property
+    def is_copy(self) -> bool:
+        return self._is_copy
+
+    @property
     def shapes(self) -> dict[str, torch.Size]:
         return dict(zip(self.names, (self.first.shape, self.g.shape), strict=True))
-
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
 
     def check_unchanged(self, name: str) -> None:
         if self.versions != (self.first._version, self.g._version):
@@ -282,8 +365,7 @@ class Outer(Saved):
     def x(self) -> Tensor:
         return self.first
 
-    def form(self) -> tuple[object, ...]:
-        """Return the properties that have to be equal for two products to be made together."""
+    def launch_key(self) -> tuple[object, ...]:
         x, g = self.first, self.g
         return x.shape, x.dtype, g.shape, g.dtype
 
@@ -302,7 +384,8 @@ class Outer(Saved):
     def norms_squared(self) -> Tensor:
         """Compute the norms by the direct path: per-sample gradients in slices of the batch, squared and dropped.
 
-        They are never rounded to half precision: the sum is not, and a norm of rounded values may be 2⁻⁹ too small.
+        They are never rounded to half precision, because the sum is not, and a norm of rounded values may be 2⁻⁹ too
+        small.
         """
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
@@ -310,6 +393,12 @@ class Outer(Saved):
             for part in chunks(self.batch_size, each)
         ]
         return torch.cat(norms)
+
+    def kept_product(self) -> Tensor | None:
+        return self.materialise() if self.decision.path == KEEP else None
+
+    def add_norm(self, norms: Norms) -> None:
+        norms.add_product(self)
 
     def rank1_norms_squared(self) -> Tensor:
         """Return squared norms for T = 1: ||g xᵀ||² = ||x||²||g||²."""
@@ -394,6 +483,9 @@ class Lookup(Saved):
 
     def norms_squared(self) -> Tensor:
         return kept_norms_squared([self.added_up()[1]])
+
+    def add_norm(self, norms: Norms) -> None:
+        norms.add_lookup(self)
 
     def add_into(self, table: Tensor) -> None:
         """Add the samples' gradients to `table`: (B, rows, d), whose dtype they are rounded to."""

@@ -37,7 +37,7 @@ class PathRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A checkpointed block under a memory budget: what its layers leave is held or summed, or the block runs again."""
+    """A checkpointed block under a memory budget: contributions are held or summed, or the block runs again."""
 
     block: str
     how: str  # "held", "recomputed" or "summed"

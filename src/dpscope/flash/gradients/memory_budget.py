@@ -10,9 +10,9 @@ training holds, so both peaks are known there:
 If blocks are checkpointed, the activations of one of them replace forward and loss, or, at the end, its gradients,
 whichever is larger.
 
-As backward goes on it frees activations. Kept gradients may take their place up to the larger of the two, so that the
-peak stays that of ordinary training. Forward and loss are seen only if they raise the allocator's peak. If something
-larger ran before, their extra memory counts as zero.
+Backward frees activations as it proceeds. Kept gradients may take their place up to the larger of the two peaks, so
+that the peak stays that of ordinary training. Forward and loss are seen only if they raise the allocator's peak. If
+something larger ran before, their extra memory counts as zero.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class MemoryBudget:
 
     @property
     def above(self) -> int:
-        """How far forward and loss go above what is live at the first layer."""
+        """Memory of forward and loss above what is live at the first layer."""
         return self._above
 
     def begin_again(self, above: int) -> None:
-        """Begin the forward pass again, after passes that were not of the step and say nothing about its memory."""
+        """Begin the forward pass again, after passes that did not belong to the step."""
         self._above = above
         self.begin_forward()
 
@@ -117,12 +117,12 @@ class MemoryBudget:
         self._in_backward = False
 
     def fits(self, more: float) -> bool:
-        """Return True if `more` bytes may be kept, in addition to what is live, to be faster."""
+        """Return True if `more` bytes may be kept, in addition to what is live, to save time."""
         room = None if self.limit == LEAN else self.room()
         return room is not None and more + self.reserved <= room
 
     def room(self) -> float | None:
-        """Return bytes between what is live and the peak of ordinary training, or the limit; None if not tracked."""
+        """Return the free bytes below the peak of ordinary training, or below the limit; None if not tracked."""
         ceiling = self.ceiling()
         now = None if ceiling is None else self._read()
         return None if now is None or ceiling is None else ceiling - now.current

@@ -6,8 +6,9 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, exact_path
+from dpscope.flash.gradients.paths import DIRECT, GRAM, RANK1, exact_path
 from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
@@ -36,10 +37,9 @@ TIED_FLOOR_FLOAT64 = 2.0**-30
 
 def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     """Return one parameter's contributions in the form that is normed and summed: materialised if they are kept."""
-    outer = parts[-1]
-    if not isinstance(outer, Outer) or outer.decision.path != KEEP:
+    values = parts[-1].kept_product()
+    if values is None:
         return parts
-    values = outer.materialise()
     for lookup in parts[:-1]:
         values = values + lookup.materialise().to(values.dtype)
     return (Kept(values),)
@@ -67,13 +67,12 @@ class NormSum:
         """Count the contributions of every parameter, and replace them by what is kept from now on."""
         for index, of_one in enumerate(parts):
             part = of_one[0]
-            if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
-                self._add_kept(part)
-            elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM and self._has_gram(part):
-                if self._rounds and part.g.dtype == torch.float32:
-                    part = self._truncate(part)
-                    parts[index] = (part,)
+            if self._rounds and len(of_one) == 1 and type(part) is Outer and self._is_truncated(part):
+                part = self._truncate(part)
+                parts[index] = (part,)
                 self._share(part)
+            elif len(of_one) == 1 and part.decision is None:  # as most are, of hundreds in a step
+                part.add_norm(self)
             else:
                 parts[index] = self.add_parts(of_one)
 
@@ -81,39 +80,34 @@ class NormSum:
         """Count one parameter's contributions. Return what is kept of them from now on."""
         parts = as_summed(parts)
         if len(parts) == 1:
-            self._add_one(parts[0])
+            parts[0].add_norm(self)
             return parts
-        lookup, outer = parts
-        assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
+        lookup, outer = cast("tuple[Lookup, Outer]", parts)
         if outer.decision.path == DIRECT:
             self.add(tied_norms_squared(lookup, outer))
             return parts
         alone = NormSum(outer.batch_size, self.total.device)
-        alone._add_one(lookup)
-        alone._add_one(outer)
+        lookup.add_norm(alone)
+        outer.add_norm(alone)
         apart = alone.result()  # ‖A‖² + ‖B‖²
         floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
         self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
         return parts
 
-    def _add_one(self, part: Contribution) -> None:
-        if isinstance(part, Lookup) and part.decision.path == GRAM:
+    def add_lookup(self, part: Lookup) -> None:
+        if part.decision.path == GRAM:
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
-        elif isinstance(part, Outer):
-            self._add_outer(part)
-        elif isinstance(part, Kept):
-            self._add_kept(part)
         else:
             self.add(part.norms_squared())
 
-    def _add_kept(self, part: Kept) -> None:
+    def add_kept(self, part: Kept) -> None:
         squares = part.known_squares()
         if squares is None:
             self._kept.append(part.values)
         else:
             self._squares.append(squares)
 
-    def _add_outer(self, part: Outer) -> None:
+    def add_product(self, part: Outer) -> None:
         path = exact_path(part.decision.path, part.g)
         if path == RANK1:
             self.add(part.rank1_norms_squared())
@@ -122,14 +116,14 @@ class NormSum:
         else:
             self._share(part)
 
-    def _has_gram(self, part: Outer) -> bool:
-        """Return True if a Gram norm is exact for the product that is summed, or for a truncated one."""
-        return not self._rounds or self._reads_tf32 or exact_path(GRAM, part.g) == GRAM
+    def _is_truncated(self, part: Outer) -> bool:
+        """Return True if the product is truncated to TF32, so that a Gram norm is exact for it."""
+        return part.decision.path == GRAM and part.g.dtype == torch.float32 and self._reads_tf32
 
     def _truncate(self, part: Outer) -> Outer:
-        """Return the product whose Gram norm is that of its sum, if torch rounds operands to TF32.
+        """Return operands truncated to TF32, if torch rounds them, so that the Gram norm and the sum agree.
 
-        Truncation takes less than that rounding off both operands. An input that several layers read is truncated once.
+        Truncation takes off less than that rounding would. An input that several layers read is truncated once.
         """
         key = place_of(part.first)
         x = self._truncated.get(key)
@@ -165,10 +159,20 @@ class GroupedNorms:
         self._groups, self._batch, self._device = groups, batch, device
         self._sums: dict[int, NormSum] = {}  # of groups that occur
         self._added: list[Tensor] = []
+        self._rows: dict[int, Tensor] = {}
 
-    def add(self, norms_squared: Tensor) -> None:
-        """Add squared norms of all groups, (G, B)."""
-        self._added.append(norms_squared)
+    def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Add squared norms, (G, B), of some groups or of all."""
+        if groups is None:
+            self._added.append(norms_squared)
+            return
+        for group, squared in zip(groups, norms_squared, strict=True):
+            self.add_row(group, squared)
+
+    def add_row(self, group: int, norms_squared: Tensor) -> None:
+        """Add squared norms of one group, (B,)."""
+        before = self._rows.get(group)
+        self._rows[group] = norms_squared if before is None else before + norms_squared
 
     def _of(self, group: int) -> NormSum:
         if group not in self._sums:
@@ -193,8 +197,11 @@ class GroupedNorms:
 
     def result(self) -> Tensor:
         """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
-        self._of(0)
-        total = in_groups({group: each.result() for group, each in self._sums.items()}, self._groups)
+        for group, each in self._sums.items():
+            self.add_row(group, each.result())
+        if not self._rows:
+            self._rows[0] = NormSum(self._batch, self._device).total
+        total = in_groups(self._rows, self._groups)
         for squared in self._added:
             total += squared.to(total)
         return total

@@ -1,7 +1,7 @@
 """Hooks on parameters (`p.register_hook`, `p.register_post_accumulate_grad_hook`).
 
-They are called with the ordinary gradient of a parameter, which flash clipping never makes. So a hook that scales,
-masks or logs it would silently not run. So they are refused.
+Hooks are called with the ordinary gradient of a parameter, which flash clipping never computes. A hook that scales,
+masks or logs it would silently not run, so hooks are refused.
 """
 
 from __future__ import annotations

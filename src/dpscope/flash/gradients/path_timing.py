@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from dpscope.flash.gradients.contributions import Outer, kept_products, outer_sums
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, choose_path
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Product, choose_path
 from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
@@ -24,7 +24,10 @@ def time_paths(x: Sequence[int], p: int, dtype: torch.dtype, device: torch.devic
     taken: dict[str, float] = {}
     try:
         left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in (x, (*x[:2], p)))
-        calls = _calls(Outer(left, right, choose_path(*x, p)), torch.rand(x[0], generator=generator, device=device))
+        calls = _calls(
+            Outer(left, right, choose_path(Product(x[0], x[1], x[2], p))),
+            torch.rand(x[0], generator=generator, device=device),
+        )
     except torch.OutOfMemoryError:
         return dict.fromkeys((GRAM, DIRECT, KEEP), math.inf)
     for path, call in calls.items():

@@ -13,7 +13,7 @@ update's reading of it cost, in multiply-adds counted as two operations:
 Kept gradients are read by the update and, unless their product takes the norms as it writes them
 (kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
 it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, but in float32 instead of
-float16. Other samples may change the path, and must not change whether a gradient overflows.
+float16. Other samples may change the path, but must not change whether a gradient overflows.
 
 `keep` is a candidate if the per-sample gradients take no more memory than what they replace, or if they fit
 (memory_budget.py). They replace the output gradient, and x unless another layer reads it, too, as q, k and v do.
@@ -102,7 +102,7 @@ class Decision:
         dtype: Number format of the output gradient, if costs are those of a product.
 
     Example:
-        >>> decision = choose_path(16, 1, 1024, 1024)
+        >>> decision = choose_path(Product(16, 1, 1024, 1024))
         >>> print(decision.path, "because of", decision.reason)
         rank-1 because of one position a sample: |g xᵀ|² = |x|²|g|²
     """
@@ -133,7 +133,7 @@ class Unfolded(NamedTuple):
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which per-sample gradients of several samples are stored."""
+    """Return the dtype in which per-sample gradients are stored."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -162,23 +162,52 @@ def tiled_square(length: int, tile: int) -> int:
     return tiles * (tiles + 1) * side**2
 
 
-def path_costs(
-    batch: int,
-    length: int,
-    d: int,
-    p: int,
-    itemsize: int,
-    *,
-    stored_itemsize: int | None = None,
-    rounding: float = 0.0,
-    unfolded: Unfolded | None = None,
-    normed: bool = False,
-) -> dict[str, PathCost]:
-    """Return the predicted cost of each path.
+class Product(NamedTuple):
+    """The product of a layer with input x: (B, T, d) and output gradient g: (B, T, p).
 
-    stored_itemsize: of per-sample gradients that are kept, if not `itemsize`. rounding: of float32 operands.
-    unfolded: x is made of a convolution's input. normed: norms come with the products that are kept.
+    Args:
+        batch: Number of samples B.
+        length: Positions of a sample T.
+        d: Input features.
+        p: Output features.
+        itemsize: Bytes of an element of x and g.
+        stored_itemsize: Bytes of an element of per-sample gradients that are kept, if not `itemsize`.
+        rounding: Relative rounding of float32 operands, such as 2⁻¹¹ for TF32; 0 if they are not rounded.
+        in_tf32: The device's products leave operands unchanged that are in TF32 already.
+        unfolded: Description of a convolution's x, which is made of patches of its input.
+        width_freed: Features that are freed once per-sample gradients are kept: those of g and, if no other layer
+            reads it, those of x. Default: `p`.
+        normed: The product that writes kept gradients also takes their norms.
+
+    Example:
+        >>> print(choose_path(Product(16, 1024, 4096, 4096, itemsize=2)).path)
+        gram
     """
+
+    batch: int
+    length: int
+    d: int
+    p: int
+    itemsize: int = 4
+    stored_itemsize: int | None = None
+    rounding: float = 0.0
+    in_tf32: bool = True
+    unfolded: Unfolded | None = None
+    width_freed: int | None = None
+    normed: bool = False
+
+    @property
+    def allows_gram(self) -> bool:
+        """True if a Gram norm is that of the products that are summed."""
+        if self.unfolded is not None and self.unfolded.by_kernel:
+            return not self.unfolded.kept_in_tf32
+        return not self.rounding or (self.rounding <= TF32_ROUNDING and self.in_tf32 and self.unfolded is None)
+
+
+def path_costs(product: Product) -> dict[str, PathCost]:
+    """Return the predicted cost of each path."""
+    batch, length, d, p, itemsize = product.batch, product.length, product.d, product.p, product.itemsize
+    rounding, unfolded, normed = product.rounding, product.unfolded, product.normed
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     by_kernel, in_tf32 = (unfolded.by_kernel, unfolded.kept_in_tf32) if unfolded else (False, False)
@@ -190,7 +219,7 @@ def path_costs(
     patches = 2.0 * batch * length * d * itemsize if unfolded and unfolded.copies else 0.0  # written and read
     unfolds = 0.0 if by_kernel else patches  # for a product
     kept = products / TF32_RATES.products if in_tf32 and not by_kernel else gemm
-    stored = float(batch * d * p * (stored_itemsize or itemsize))
+    stored = float(batch * d * p * (product.stored_itemsize or itemsize))
     wide = 0.0 if by_kernel else float(batch * d * p * max(itemsize, 4))  # products for the norm alone: not rounded
     again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
     copies = 2 * held if rounding else 0.0  # of x and g, rounded
@@ -215,42 +244,21 @@ def path_costs(
 
 @lru_cache(maxsize=4096)
 def choose_path(
-    batch: int,
-    length: int,
-    d: int,
-    p: int,
+    product: Product,
     *,
-    itemsize: int = 4,
-    stored_itemsize: int | None = None,
-    rounding: float = 0.0,
-    unfolded: Unfolded | None = None,
-    width_freed: int | None = None,
-    normed: bool = False,
     forced: str | None = None,
     keep_fits: bool = False,
     sharded: bool = False,
     runs_again: bool = False,
-    in_tf32: bool = True,
 ) -> Decision:
-    """Choose the cheapest exact path of a layer with input x: (B, T, d) and output gradient g: (B, T, p).
+    """Choose the cheapest exact path of a layer's product.
 
     Args:
-        batch: Number of samples B.
-        length: Positions of a sample T.
-        d: Input features.
-        p: Output features.
-        itemsize: Bytes of an element of x and g.
-        stored_itemsize: Bytes of an element of per-sample gradients that are kept, if not `itemsize`.
-        rounding: Relative rounding of float32 operands, such as 2⁻¹¹ for TF32; 0 if they are not rounded.
-        unfolded: Description of a convolution's x, which is made of patches of its input.
-        width_freed: Features that are freed once per-sample gradients are kept: those of g and, if no other layer
-            reads it, those of x. Default: `p`.
-        normed: The product that writes kept gradients also takes their norms.
+        product: Shapes and number formats of the product.
         forced: Path to use in any case, for tests: "gram", "direct" or "keep".
         keep_fits: There is room to keep per-sample gradients that take more memory than they free.
         sharded: The gradient is reduced to a shard block by block, so keeping a single sample's gradient is not free.
         runs_again: A checkpointed block makes x and g once more for the sum.
-        in_tf32: The device's products leave operands unchanged that are in TF32 already.
 
     Returns:
         The path, the reason, and the predicted cost of each path.
@@ -259,37 +267,25 @@ def choose_path(
         ValueError: `forced` is no path.
 
     Example:
-        >>> print(choose_path(16, 1024, 4096, 4096, itemsize=2).path)
+        >>> print(choose_path(Product(16, 1024, 4096, 4096, itemsize=2)).path)
         gram
     """
-    costs = MappingProxyType(
-        path_costs(
-            batch,
-            length,
-            d,
-            p,
-            itemsize,
-            stored_itemsize=stored_itemsize,
-            rounding=rounding,
-            unfolded=unfolded,
-            normed=normed,
-        )
-    )
-    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and unfolded is None and not runs_again)
-    if unfolded is not None and unfolded.by_kernel:
-        rounded_gram = not unfolded.kept_in_tf32
+    costs = MappingProxyType(path_costs(product))
+    # A block that runs again sums other tensors than those that were rounded for a Gram norm.
+    rounded_gram = product.allows_gram and not (product.rounding and runs_again)
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
         if forced == GRAM and not rounded_gram:
             return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
         return Decision(forced, "forced by the caller", costs)
-    if batch == 1 and not sharded:
+    if product.batch == 1 and not sharded:
         return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
-    if length == 1 and rounding <= TF32_ROUNDING:
+    if product.length == 1 and product.rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
     allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
-    freed = batch * length * (p if width_freed is None else width_freed) * itemsize
+    width = product.p if product.width_freed is None else product.width_freed
+    freed = product.batch * product.length * width * product.itemsize
     if not runs_again and (keep_fits or costs[KEEP].bytes_held <= freed):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
@@ -298,41 +294,17 @@ def choose_path(
         reason += "; nothing is kept in its checkpointed block, which runs again for the sum, or is held in less memory"
     elif KEEP not in allowed:
         reason += f"; keep ({costs[KEEP]}) would take more memory than it frees, and has no room"
-    if rounding:
+    if product.rounding:
         reason += "; products are rounded (TF32), and norms are of those"
     return Decision(best, reason, costs)
 
 
 @lru_cache(maxsize=4096)  # asked by every layer in every backward pass
 def _choices(
-    x: tuple[int, ...],
-    p: int,
-    dtype: torch.dtype,
-    rounding: float,
-    unfolded: Unfolded | None,
-    width_freed: int | None,
-    normed: bool,
-    forced: str | None,
-    sharded: bool,
-    runs_again: bool,
-    in_tf32: bool,
+    product: Product, dtype: torch.dtype, forced: str | None, sharded: bool, runs_again: bool
 ) -> tuple[Decision, Decision, float]:
     """Return the decision with room to keep, the decision without, and the bytes of room that are needed."""
-    choose = partial(
-        choose_path,
-        *x,
-        p,
-        itemsize=dtype.itemsize,
-        # A lone sample's gradient is stored in the parameter's dtype.
-        stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
-        rounding=rounding,
-        unfolded=unfolded,
-        width_freed=width_freed,
-        normed=normed,
-        forced=forced,
-        sharded=sharded,
-        in_tf32=in_tf32,
-    )
+    choose = partial(choose_path, product, forced=forced, sharded=sharded)
     if runs_again:
         held, again = choose(), choose(runs_again=True)
         kept = held.costs[KEEP].bytes_held if held.path == KEEP else None
@@ -345,7 +317,8 @@ def _choices(
     # Besides, autograd casts the gradient of a half-precision x to float32; in float32 its largest next step is that of
     # attention, which makes three of x's size next to it.
     beside = 4 if dtype.itemsize < 4 else 4 * dtype.itemsize
-    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * beside
+    inputs = product.batch * product.length * product.d
+    return fitting, lean, fitting.costs[KEEP].bytes_held + inputs * beside
 
 
 class PathRules:
@@ -372,27 +345,29 @@ class PathRules:
     ) -> Decision:
         """Decide for a layer with x: (batch, length, d) and g: (batch, length, p). Give `p` if g has another shape."""
         rounding = 0.0 if unfolded is not None and unfolded.by_kernel else _rounding_of(g)
-        p = g.shape[-1] if p is None else p
-        fitting, lean, more = _choices(
-            tuple(x),
-            p,
-            g.dtype,
-            rounding,
-            unfolded,
-            width_freed,
-            normed,
-            self.forced,
-            self.sharded,
-            self.runs_again,
-            bool(rounding) and reads_tf32(g.device),
+        batch, length, d = x
+        alone = self.sharded and batch == 1  # a lone sample's gradient is stored in the parameter's dtype
+        product = Product(
+            batch,
+            length,
+            d,
+            g.shape[-1] if p is None else p,
+            itemsize=g.dtype.itemsize,
+            stored_itemsize=max(4, g.dtype.itemsize) if alone else stored_dtype(g.dtype).itemsize,
+            rounding=rounding,
+            in_tf32=bool(rounding) and reads_tf32(g.device),
+            unfolded=unfolded,
+            width_freed=width_freed,
+            normed=normed,
         )
+        fitting, lean, more = _choices(product, g.dtype, self.forced, self.sharded, self.runs_again)
         if rounding and lean.path == GRAM:
             self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)
             more += self._largest_copy
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def close(self) -> None:
-        """Close the micro-batch: tensors of the next one may have the same addresses."""
+        """Forget tensor addresses, which the next micro-batch may reuse."""
         self.budget.close()
         self.readers.clear()
 

@@ -1,8 +1,8 @@
 """Rows of a batch that belong to one sample: its augmented views (K each), or the rows of one user.
 
 The gradient of such a sample is the mean over its rows, and is clipped as one. Layers and forward passes only know
-rows. What they record is combined here as soon as it arrives. To a product, the rows of a sample are more positions of
-it, so with K rows each nothing is copied.
+rows. Their records are combined here as they arrive. A product treats the rows of a sample as more positions of it, so
+with K rows each nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpscope.flash.gradients.paths import PathRules
 
 
 class RowGroups:
-    """K rows of every sample beside one another; or any, by the table `places`: (samples, K) numbers of rows, or -1."""
+    """Groups of K consecutive rows a sample, or those that `places` gives: (samples, K) row numbers, or -1."""
 
     def __init__(self, each: int, places: Tensor | None = None) -> None:
         if not isinstance(each, int) or each < 1:
@@ -42,7 +42,7 @@ class RowGroups:
         return self.each == 1 and self._places is None
 
     def put_together(self, contribution: Contribution, rules: PathRules) -> Contribution:
-        """Return what a backward pass has left, sample by sample."""
+        """Return the record of a backward pass, sample by sample."""
         if self._places is not None:
             if contribution.batch_size != self.row_count(0):
                 raise UserError(
@@ -61,7 +61,7 @@ class RowGroups:
         return samples * self.each if self._places is None else int((self._places >= 0).sum())
 
     def multiplier(self, samples: int, *, mean: bool) -> float | Tensor:
-        """Return what turns a recorded gradient into the mean over a sample's rows; a loss is a mean over all rows."""
+        """Return the factor that turns a recorded gradient into the mean over a sample's rows."""
         rows = self.row_count(samples) if mean else 1
         if self._places is None:
             return rows / self.each

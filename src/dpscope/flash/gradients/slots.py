@@ -1,4 +1,4 @@
-"""Slots, one for each trainable parameter: they collect what backward passes leave until the micro-batch closes."""
+"""Slots, one for each trainable parameter: they collect contributions until the micro-batch closes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpscope.flash.gradients.contributions import Contribution, Kept
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import Decision
 from dpscope.flash.torch_side.shards import is_sharded
 
@@ -30,14 +30,14 @@ class Slot:
         self.describe("", "not reached by a backward pass yet")
 
     def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
-        """Note what was seen last, and the decision, for explain()."""
+        """Record the last contribution and its path, for explain()."""
         self.kind, self.shapes = kind, shapes
         self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
 
     def add(self, contribution: Contribution) -> None:
         """Add a contribution. Per-sample gradients are added into those that are held already, if possible."""
         held = self.contributions
-        if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
+        if not (held and held[-1].absorb(contribution, self.parameter.dtype)):
             held.append(contribution)
 
     def stands_for(self, parameter: nn.Parameter | None) -> bool:

@@ -16,6 +16,7 @@ from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
 from dpscope.flash.step.captured import StaticInputs
 from dpscope.flash.torch_side.arguments import replace_leaves, tensors_in
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, record
+from dpscope.random_states import RandomStates
 
 Loss = Callable[..., Tensor]  # of a batch
 
@@ -47,7 +48,7 @@ class CapturedStep:
         self._static = StaticInputs(engine.clip, size, device_of(engine))
         self._own = OwnCapture(device_of(engine))
         options = engine.rehearsals.options
-        before = options.values()
+        before, random_states = options.values(), RandomStates.now()
         with capturing(self._own), engine.capturing(self._static):
             try:
                 self._replay, self._loss = record(lambda: self._run(loss, rows), pool)
@@ -60,6 +61,8 @@ class CapturedStep:
             self._batch = engine.captured()
         if (changed := options.changed_since(before)) is not None:
             raise _not_captured(f"forward changes {changed!r}, which would stay as it is in replays")
+        if not random_states.equals(RandomStates.now()):
+            raise _not_captured("forward or loss draws random numbers on the CPU, which replays would repeat")
         self._loss_function, self._before = loss, Settings.of(optimizer, loss)
 
     def _run(self, loss: Loss, rows: Rows | None) -> Tensor:
@@ -92,7 +95,7 @@ class CapturedStep:
             return self._loss.clone()
 
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
-        """Return whether that sum is the one which this graph fills."""
+        """Return whether the sum is the one that this graph fills."""
         return self._batch.sums.get(parameter) is total
 
 

@@ -44,8 +44,10 @@ class Settings(NamedTuple):
             *(parameter.requires_grad for parameter in engine.parameters),
             *engine.rehearsals.options.values(),  # of objects that modules hold, too
             *held_by(loss, {id(module) for module in engine.modules}),
+            *(value for name, value in vars(engine.clip).items() if name != "bounds"),  # which replays are given
             engine.clip,
             engine.loss_reduction,
+            engine.loss_scale,
             engine.taps,
             optimizer.noise_multiplier == 0,
             torch.is_autocast_enabled(kind),
@@ -68,10 +70,10 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield what a loss function reads besides its arguments: variables around it, globals, defaults, attributes.
+    """Yield what a loss function reads besides its arguments: closure variables, globals, defaults, attributes.
 
-    Functions, modules and objects among these are opened, too, unless they are `known`; of objects, the `names` that
-    the function mentions. What lists, dictionaries and functions of libraries hold is not looked at.
+    Functions, modules and objects among these are searched too, unless they are `known`. Of objects, only the
+    attributes in `names` are searched. Contents of lists, dictionaries and library functions are not searched.
     """
     if id(value) in known:
         return
@@ -83,7 +85,8 @@ def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[
         names = _names_in(value.__func__)
         parts = [value.__self__, value.__func__]
     elif isinstance(value, nn.Module):
-        parts = [*vars(value).values(), *value.children()]
+        own = vars(value)
+        parts = [*own.values(), *(part for name in CONTENTS for part in own[name].values())]
     elif _is_own(value) and isinstance(value, FunctionType):
         names = _names_in(value)
         around = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

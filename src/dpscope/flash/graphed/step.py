@@ -8,7 +8,7 @@ count are written to device memory before each replay, which uses them up (updat
 Micro-batches of a larger step add up in graphs that end with the clipped sums; the update follows the last of them. So
 it does for optimizers without a fused update, and for clipping rules that learn from the norms.
 
-Passes that are to be looked at again (sample_rows/schedule.py) run eagerly in between, and so do empty draws.
+Passes that are due for verification (sample_rows/schedule.py) and empty draws run eagerly in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from dpscope.flash.padding.rows import Rows, rows_in, without_marks
 from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
 from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of, tensors_in
 from dpscope.flash.torch_side.captures import has_graphs
+from dpscope.random_states import cuda_devices, random_states_kept
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
@@ -97,7 +97,7 @@ class GraphedStep:
         if self.engine.running_sums or self.engine.pending:
             raise UserError("warm_up comes between steps: the sums of a step that has begun would be lost")
         dropped = self.engine.nonfinite_samples
-        with _kept_random_state(device_of(self.engine)):
+        with random_states_kept(cuda_devices(self.engine.model)):
             self._eagerly((args, kwargs))
             self.engine.state.skip_step()  # the second one is added to the first, as in a logical batch
             self._eagerly((args, kwargs))
@@ -108,7 +108,7 @@ class GraphedStep:
         self._warm.add(_sizes(without_marks((args, kwargs))))
 
     def _is_ready(self, key: Any) -> bool:
-        """Return whether a shape may be replayed: it has run eagerly often enough, and again after any change."""
+        """Return whether a shape may be replayed: it has run eagerly often enough since the last change."""
         self._seen[key] += 1
         captured = self._captured.get(key)
         if captured is not None and not captured.fits():
@@ -120,7 +120,7 @@ class GraphedStep:
         return self._seen[key] > self._warmup or key[0] in self._warm
 
     def _note_change(self) -> None:
-        """Warn if graphs are thrown away so often that they do not pay."""
+        """Warn if graphs are discarded so often that they do not pay off."""
         self._changes += 1
         if self._changes == MOST_CHANGES and self.replays < 4 * MOST_CHANGES:
             warnings.warn(
@@ -130,7 +130,7 @@ class GraphedStep:
             )
 
     def _base(self) -> tuple[CapturedStep | None, bool]:
-        """Return the capture whose sums the engine holds, if it is one, and whether it holds any."""
+        """Return the capture whose sums the engine holds, if any, and whether the engine holds sums."""
         for parameter, total in self.engine.running_sums.items():
             return next((each for each in self._captured.values() if each.holds(parameter, total)), None), True
         return None, False
@@ -140,7 +140,7 @@ class GraphedStep:
         return rows_of(leaves_in(call)[0]) if count is None else count(*call)
 
     def _require_tensors(self, call: tuple[Any, Any]) -> None:
-        """Refuse what a graph cannot be given anew for each replay."""
+        """Refuse arguments that cannot be replaced for each replay of a graph."""
         leaves = leaves_in(call)
         if not leaves:
             raise UserError("a graphed step takes the tensors of its batch as arguments")
@@ -174,11 +174,6 @@ def _sizes(call: tuple[Any, Any]) -> Any:
     """Return a key of the batches that one graph can run: sizes, dtypes, numbers, and which tensors are the same."""
     given = [id(tensor) for tensor in tensors_in(call)]
     return sizes_of(call), tuple(map(given.index, given))
-
-
-def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    return context
 
 
 def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, *, warmup: int = WARMUP) -> GraphedStep:

@@ -22,7 +22,7 @@ Positions lie side by side in memory (NCHW); other layouts are copied, and so is
 copy of x, where patches are as many as the kernel has elements. Tiles depend on shapes alone: a search at run time
 would make the first step slower and results depend on the machine's load.
 
-Served: bfloat16, float16 and float32, one or two spatial dimensions. Callers have their own path for all else.
+Served: bfloat16, float16 and float32, one or two spatial dimensions. For anything else callers use another path.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -128,7 +128,7 @@ def default_tiles(p: int, d: int, length: int, *, pointwise: bool) -> ConvTiles:
 
 
 def _block(size: int) -> int:
-    """Return a power of two from 16 to 128: large ones load less for a product, small ones leave less of it empty."""
+    """Return a power of two from 16 to 128: large blocks load less for a product, small ones waste less of it."""
     return min((128, 64, 32, 16), key=lambda block: -(-size // block) * (block + 32))
 
 
@@ -266,7 +266,7 @@ def _launch(
 ) -> None:
     """Launch a kernel; one that is compiled is called directly.
 
-    Triton's own way to it looks at every argument once more, and a network has a hundred launches a step. No integer is
+    Triton's launcher inspects every argument again, and a network has a hundred launches a step. No integer is
     specialised, so that dtypes, constants and the alignment of the operands decide which kernel it is.
     """
     plan, device = product.plan, product.g.device

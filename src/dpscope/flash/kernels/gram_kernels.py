@@ -154,7 +154,7 @@ def _gram_ids_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Do the same with x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
+    """Compute the same for x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch

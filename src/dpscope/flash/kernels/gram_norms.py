@@ -52,11 +52,8 @@ from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE,
 from dpscope.flash.kernels.gram_launches import launch_gram
 from dpscope.flash.kernels.gram_tiles import GramTiles, is_worth_aligning
 from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
-from dpscope.flash.kernels.triton_runtime import Backend, rows_are_aligned, use_triton, with_aligned_rows
+from dpscope.flash.kernels.triton_runtime import CHUNK_BYTES, Backend, rows_are_aligned, use_triton, with_aligned_rows
 from dpscope.flash.torch_side import dry_run
-
-CHUNK_BYTES = 64 * 2**20
-"""The fallback holds no temporary larger than this."""
 
 
 def gram_norms_squared(

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
 from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, list_launches, pointer_at, size_at
-from dpscope.flash.kernels.triton_runtime import Backend, constant, jit, launch_on, tl
+from dpscope.flash.kernels.triton_runtime import CHUNK_BYTES, Backend, constant, jit, launch_on, tl
 from dpscope.vocabulary.families import CLIPPING
 from dpscope.vocabulary.launches import Launch, announce
 
@@ -44,8 +44,6 @@ SAMPLES_AT_ONCE = 4
 LEAST_SQUARE = 2.0**-80
 """Of a chunk: below it, squares that float32 does not hold (at most 2⁻¹²⁶ each) may count."""
 
-CHUNK_BYTES = 64 * 2**20
-"""The fallback converts and masks this much at a time."""
 
 SMALL = 2**13
 """The fallback takes tensors of at most this many elements a sample side by side: a call costs more than they do."""

@@ -8,7 +8,7 @@ another function of the same key and number (host_normals.py), which processors 
 kernels' there, too. How parameters are grouped into launches, which of them come at all, and which slice of a parameter
 a rank holds does not change z_i. `secure_mode` of Opacus has a noise of its own.
 
-No element may be used twice under one key: two updates that share a number of the noise give it away.
+No element may be used twice under one key: two updates that share a noise value reveal it.
 """
 
 # Kernels are typed by Triton, not by Python.

@@ -21,7 +21,7 @@ SAMPLE_CUT = Cut(chunk=32768, block=8192)
 def add_sums_of_chunks(
     kernel: Any, values: Sequence[Tensor], starts: Sequence[int], total: Tensor, *more: int, backend: Backend
 ) -> list[int]:
-    """Add what `kernel` finds in contiguous tensors (B, …) to `total`, (…, B) float64; return those left to torch.
+    """Add the results of `kernel` on contiguous tensors (B, …) to `total`, (…, B) float64; return the others.
 
     The kernel gets the arguments of a list of tensors (`tensor_lists`), the number of chunks, its partial sums
     (…, B, chunks), and `more`. `starts`: a number for each tensor.

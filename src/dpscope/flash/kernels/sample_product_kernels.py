@@ -12,7 +12,7 @@ other half's multiplications keep the tensor cores busy; with both at the same s
 Both operands lie with T outermost ("MN-major"); wgmma takes them so, straight from shared memory. Copies give zeros
 past the end of a sample and of a row, and stores leave out what lies past it: no size needs a case of its own.
 
-Only sample_products.py imports this file, when its first call comes: Triton has what is imported here from 3.6 on.
+Only sample_products.py imports this file, at its first call, because these imports need Triton 3.6 or later.
 """
 
 # Kernels are typed by Triton, not by Python.

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.tensor_lists import pointer_at
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, table_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import (
+    CHUNK_BYTES,
+    TRITON_DTYPES,
+    Backend,
+    jit,
+    launch_on,
+    table_on,
+    tl,
+    use_triton,
+)
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.families import CLIPPING
@@ -39,8 +48,6 @@ ROWS = 128
 MOST_STRETCHES = 8
 """Rows of a sample that may wait for the second pass: of more the memory is worth more than a launch."""
 
-CHUNK_BYTES = 64 * 2**20
-"""The fallback holds no temporary larger than this."""
 
 LONGEST_AT_ONCE, SUM_PARTS = 256, 16
 """Positions up to which torch's sum takes no scratch memory, and in how many parts it takes longer samples."""

@@ -44,6 +44,8 @@ from torch import Tensor
 from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.triton_runtime import (
+    CHUNK_BYTES,
+    SCRATCH_BYTES,
     TRITON_DTYPES,
     Backend,
     dot,
@@ -65,11 +67,6 @@ from dpscope.vocabulary.launches import Launch, announce
 MIN_SCALE = 2.0**-100
 """Smaller factors count as zero."""
 
-CHUNK_BYTES = 64 * 2**20
-"""The fallback converts and masks this much of an operand at a time."""
-
-PRODUCT_BYTES = 2**29
-"""Products of samples that are summed after they were rounded."""
 
 TOGETHER_BYTES = 2**25
 """Sums that share an allocation: large ones have to fit into the gaps that backward left in memory."""
@@ -447,7 +444,7 @@ def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
 def _sum_products(g: Tensor, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Compute out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
     scale = scale.where(scale.abs() >= MIN_SCALE, 0.0)
-    samples = max(1, PRODUCT_BYTES // max(1, out.nbytes))
+    samples = max(1, SCRATCH_BYTES // max(1, out.nbytes))
     for first in range(0, g.shape[0], samples):
         part = slice(first, first + samples)
         products = torch.bmm(g[part].to(out.dtype).mT, x[part].to(out.dtype))

@@ -31,7 +31,9 @@ except ImportError:  # torch for CPU or macOS comes without Triton: the fallback
     tl = None
 
 __all__ = [  # tl and triton are re-exported: kernel files take them from here
+    "CHUNK_BYTES",
     "INTERPRETED",
+    "SCRATCH_BYTES",
     "TRITON_DTYPES",
     "Backend",
     "constant",
@@ -49,6 +51,10 @@ __all__ = [  # tl and triton are re-exported: kernel files take them from here
 
 Backend = Literal["auto", "torch", "triton"]
 
+CHUNK_BYTES = 64 * 2**20
+"""Most that a fallback converts, masks or holds at a time."""
+SCRATCH_BYTES = 2**29
+"""Scratch for products of samples that are dropped after use. With an eighth of it the host is slower than the GPU."""
 
 # Triton decides once, where a kernel is defined, whether it is compiled or interpreted on the CPU.
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -1,4 +1,4 @@
-"""Layer families, one file each, and the table that says which module belongs to which."""
+"""Layer families, one file each, and the table that maps modules to families."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class Unit:
 
 
 def family_of(module: nn.Module) -> type[LayerTap] | None:
-    """Return the family whose forward this very module runs.
+    """Return the family whose forward this module runs.
 
-    A subclass or instance that changes what that forward does belongs to no family.
+    A subclass or instance that changes that forward belongs to no family.
     """
     if ("forward" in vars(module) and instance_method(module) is None) or parametrize.is_parametrized(module):
         return None
@@ -115,7 +115,7 @@ def own_class_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 def plan(model: nn.Module, whole: Collection[nn.Module] = (), followed: Collection[nn.Module] = ()) -> list[Unit]:
-    """Return which modules are tapped, and how. Raise UserError for what cannot be made private.
+    """Return the modules to tap, and how. Raise UserError for modules that cannot be made private.
 
     whole     modules that run sample by sample, with all they contain
     followed  modules whose own parameters are followed, though they belong to a family or own none
@@ -170,7 +170,7 @@ def _units(
 
 
 def _can_be_followed(module: nn.Module) -> bool:
-    """Return whether its own parameters may be followed: it uses them in its forward, and only there."""
+    """Return whether a module's own parameters may be followed: it uses them in its forward, and only there."""
     if is_recurrent(module):
         return False
     if any(is_sharded(parameter) for parameter in module.parameters()):
@@ -179,12 +179,12 @@ def _can_be_followed(module: nn.Module) -> bool:
 
 
 def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
-    """Return whether its own parameters are frozen. One that is unfrozen later is refused at its first gradient."""
+    """Return whether a module's own parameters are all frozen. If unfrozen later, their gradient is refused."""
     return not any(parameter.requires_grad for parameter in owned)
 
 
 def _calls_its_children(module: nn.Module) -> bool:
-    """Return whether modules below it use their own parameters: torch's own layers reach through to them."""
+    """Return whether child modules use their own parameters; some torch layers read those of their children."""
     built_in = any(
         cls.__module__.startswith("torch.nn.modules.") and cls not in _CONTAINERS for cls in type(module).__mro__
     )

@@ -1,15 +1,15 @@
 """Parameters that a module of no family owns itself: followed to the operators that use them.
 
 While the module's forward runs, each of its own parameters is a stand-in, `Bare`, and every torch function that is
-given one comes to `follow`. There are two kinds of answers:
+given one comes to `follow`. There are two kinds of results:
 
 - of parameters and constants alone (a slice, a transpose, a cast, a normalised weight): another stand-in;
 - of samples, one row each: an ordinary tensor, y. The operator is a *use* of the parameter, and is treated as a layer:
   y[b] is computed from the parameter and row b of the other operands (tried out on random numbers: bare_use.py), and a
   rehearsal finds out whether row b belongs to sample b alone. Backward gives the use's per-sample gradients.
 
-The module's own layers are tapped as usual. Whatever cannot be followed (`NotFollowed`) is not guessed: the whole
-module is then run sample by sample (opaque.py).
+The module's own layers are tapped as usual. If a use cannot be followed (`NotFollowed`), the whole module runs sample
+by sample (opaque.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 
 class Bare(StandIn):
-    """Stands for `plain`, a function of parameters alone, with its history.
+    """Proxy for `plain`, a function of parameters alone, with its history.
 
-    Gradients that reach it without a use go on to the parameter, which refuses them.
+    Gradients that reach it without a use pass to the parameter, which refuses them.
     """
 
     tap: BareTap
@@ -109,7 +109,7 @@ def _is_foreign(func: Any) -> bool:
 
 
 def _is_plain(result: object) -> bool:
-    """Return whether it is a tensor and no stand-in; one of a dry run has a class of its own."""
+    """Return whether it is a tensor and not a proxy; tensors of a dry run have a class of their own."""
     if type(result) is Tensor or isinstance(result, nn.Parameter):
         return True
     return dry_run.current() is not None and isinstance(result, Tensor)
@@ -234,7 +234,7 @@ class BareTap(TapOfSamples):
             self._early = None
 
     def cannot_follow(self, reason: str, consumer: nn.Module | None = None) -> BaseException:
-        """Return the error to raise. It has the module, or the layer that got a tensor of parameters, tapped again."""
+        """Return the error that makes the engine tap the module again, or the layer that got a tensor of parameters."""
         if self.engine.forwards.can_begin_again:
             return NotFollowed([consumer or self.module], reason)
         return UserError(
@@ -243,7 +243,7 @@ class BareTap(TapOfSamples):
         )
 
     def reconsider(self) -> bool:
-        """Treat operators that met nothing of the samples as constants: a result had as many rows by chance."""
+        """Treat operators whose operands do not depend on samples as constants: a result had as many rows by chance."""
         found = [key for key, role in self.roles.items() if isinstance(role, BareUse) and role.by_chance()]
         self.constants.update(found)
         for key in found:
@@ -409,7 +409,7 @@ _KEEP_ROWS = frozenset(("contiguous", "clone", "to", "float", "double", "half", 
 
 
 def _of_one_row(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Call `func` on one row of x where all are one and the same, so that they are still known to be equal."""
+    """Call `func` on one row of x if all rows are the same, so that they are still known to be equal."""
     if x.dim() and x.shape[0] > 1 and x.stride(0) == 0:
         kwargs.pop("memory_format", None)
         changed: Tensor = func(x[:1], *args, **kwargs)

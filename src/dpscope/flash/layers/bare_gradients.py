@@ -1,9 +1,9 @@
 """Per-sample gradients of operators that use a bare parameter: by rule for the common ones, row by row for any other.
 
-A rule is given the use, g: (B, ...), and the operator's arguments, in which parameters are `Operand`s; it gives
-(operand, (B, *operand's shape)) for each, or None where the call is not of the form it knows. A product or a lookup of
-a parameter itself goes to the engine unchanged, like a layer's. `RULES` says as well whether other operands are needed
-in backward; those that are not are given by their shapes.
+A rule receives the use, g: (B, ...), and the operator's arguments, in which parameters are `Operand`s. It returns
+(operand, (B, *operand's shape)) for each, or None if it does not know the form of the call. A product or a lookup of a
+parameter itself goes to the engine unchanged, like a layer's. `RULES` says as well whether other operands are needed in
+backward; those that are not are given by their shapes.
 """
 
 from __future__ import annotations

@@ -67,5 +67,5 @@ def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
 
 
 def operands_of(leaves: list[Any]) -> list[Any]:
-    """Return the operands of a use, with stand-ins replaced by what they stand for."""
+    """Return the operands of a use, with proxies replaced by their tensors."""
     return [Operand(leaf.plain) if isinstance(leaf, StandIn) else leaf for leaf in leaves]

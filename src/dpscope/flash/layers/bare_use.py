@@ -1,7 +1,7 @@
 """An operator that uses a bare parameter: which of its operands have a row for each sample, and per-sample gradients.
 
-y = f(q, x), q a function of parameters, with y[b] = f(q, x[b:b+1])[0]. That is not taken for granted: f is tried on
-random numbers of the operands' shapes, on the whole and row by row, with each operand of B rows taken apart or whole.
+y = f(q, x), q a function of parameters, with y[b] = f(q, x[b:b+1])[0]. This is tested: f runs on random numbers of the
+operands' shapes, on whole batches and row by row, with each operand of B rows split or shared.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def name_of(func: Any) -> str:
 
 
 def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
-    """Return the slot of a parameter, whichever module owns it: one module's may be given to another."""
+    """Return the slot of a parameter, whichever module owns it; modules may pass parameters to each other."""
     return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 class _Seen:
-    """Notes of a rehearsal on an operator (`Sampled`)."""
+    """Observations of a rehearsal on an operator (`Sampled`)."""
 
     def __init__(self, tap: TapOfSamples, called: str) -> None:
         self.tap, self.called = tap, called
@@ -103,7 +103,7 @@ class BareUse(_Seen):
         self.why = f"used by {called}: per-sample gradients are taken in backward"
 
     def look(self, run: object, operands: list[Any]) -> None:
-        """Remember the other operands of a rehearsal's run, and whether they are others than before."""
+        """Record the other operands in a rehearsal's run, and whether they changed."""
         self._runs.add(id(run))
         prints = [fingerprints(x.unsqueeze(0), 0) for x in operands if isinstance(x, Tensor)]
         if self._prints is None:
@@ -112,11 +112,11 @@ class BareUse(_Seen):
             self.moves = True
 
     def by_chance(self) -> bool:
-        """Return whether a rehearsal has met it, and nothing of the samples in it."""
+        """Return whether a rehearsal has seen the operator, and its operands do not depend on samples."""
         return bool(self._prints) and len(self._runs) > 1 and not self.moves
 
     def fits(self, leaves: list[Any], batch: int) -> bool:
-        """Return whether the sizes leave no doubt that rows are as they were."""
+        """Return whether the sizes prove that rows are laid out as before."""
         return batch > 1 and all(
             row == (batch * self.each == _row_count(leaf)) for leaf, row in zip(leaves, self.rows, strict=True)
         )
@@ -230,7 +230,7 @@ class BareUse(_Seen):
         return alike[0]
 
     def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
-        """Return the closed form, None if it is known that there is none: the first verdict is waited for."""
+        """Return the closed form, or None if there is none; wait for the first verdict."""
         form, fits = row_forms([q], [weight], [gain], [basis_of(weight)])
         if own_capture() is not None:
             return form
@@ -240,7 +240,7 @@ class BareUse(_Seen):
         return None if (first and not bool(fits.all())) or self._verdict.is_no(self._place) else form
 
     def _hear(self, verdict: Verdict, place: int) -> None:
-        """Remember whether a weight's derivative has the form of row_derivatives.py, once the last verdict has come."""
+        """Record whether a weight's derivative has the form of row_derivatives.py, once the last verdict is known."""
         if self._verdict is None or self._verdict.has_come():
             self._verdict, self._place = verdict, place
 

@@ -1,7 +1,7 @@
 """Conv1d, Conv2d, Conv3d: a Linear over patches.
 
 With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
-window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product.
+window of x under output position l: (C/groups · Π kernel). The product treats groups as further samples.
 
 On a GPU, kernels load the windows as they multiply them (kernels/conv_products.py), for norms, kept gradients and sums
 alike. Where they do not serve, patches are made again, some samples at a time, when they are needed. They are Π kernel
@@ -9,8 +9,8 @@ times as large as x, and made as (C/groups · Π kernel, L), positions side by s
 of memory, and none for kernels of one element.
 
 On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
-it is told to. The kernels round as the convolution does, as it was set in backward. Of patches only kept gradients are
-rounded so; all else is of products that are rounded as the user has them.
+it is told to. The kernels round as the convolution does, as it was set in backward. With patches only kept gradients
+are rounded this way; all other products are rounded as the user set it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways in which a module may be tapped, tried one after the other until one fits what the model does.
+"""The ways to tap a module, tried one after the other until one matches the model.
 
     family    the layer's own rule: its input has a row, or a block of rows, for each sample
     followed  its parameters are followed to the operators that use them (bare.py): its input has nothing of the
@@ -30,7 +30,7 @@ class Ladder:
         self._parents = {child: parent for parent in model.modules() for child in parent.children()}
 
     def follow(self, modules: Sequence[nn.Module]) -> bool:
-        """Follow the parameters of modules that may be, run others on parameters alone; return whether one is new."""
+        """Follow the parameters of modules if possible, run others on parameters alone; return whether any is new."""
         found = [module for module in modules if self._may_be_followed(module)]
         self.followed.update(found)
         if found:
@@ -40,7 +40,7 @@ class Ladder:
         return bool(derived)
 
     def move(self, modules: Sequence[nn.Module], reason: str, *, climb: bool) -> bool:
-        """Take modules to the next way; return whether there was one for any of them."""
+        """Move modules to the next way; return whether there was one for any of them."""
         followed = [module for module in modules if not climb and self._may_be_followed(module)]
         # All of them before any is noted: modules with one parent climb to it, and no further.
         targets = [self._next_whole(module, climb) for module in modules if module not in followed]
@@ -63,7 +63,7 @@ class Ladder:
     # -- parameters used elsewhere -----------------------------------------------------------------------------------
 
     def add_strays(self, parameters: Collection[nn.Parameter]) -> bool:
-        """Have parameters followed from the model's own forward on: their owners' layers are called as well."""
+        """Follow these parameters from the model's own forward on, because their owners' layers are called as well."""
         known = {id(parameter) for _, _, parameter in self._strays}
         found = [
             (module._parameters, key, parameter)

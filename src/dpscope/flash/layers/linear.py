@@ -47,7 +47,7 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
 def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int | None = None) -> Decision:
     """Choose the path of Σ_t g_t x_tᵀ. Call this just before it is taken: the room to keep gradients changes.
 
-    width_freed: see `choose_path`
+    width_freed: see `Product`
     """
     decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=width_freed, normed=makes_norms(x, g))
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
@@ -149,7 +149,7 @@ class LinearTap(LayerTap):
         return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """Do what `gradients` and `record` do, but leave the bias's sums to later if the weight holds g."""
+        """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
         trains_weight, trains_bias = ctx.live
         if not (trains_weight and trains_bias) or self.engine.blocks is not None:
             return super().backward(ctx, g)

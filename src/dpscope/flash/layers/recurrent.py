@@ -8,7 +8,7 @@ loses nothing. In half precision, which would round u, and in checkpoints the la
 
 ∂v = ∂u, except for GRU's new gate, n_t = tanh(u_n + r_t v_n): there ∂v_n = r_t ∂u_n.
 
-Anything else (projections, inputs without a batch, modules that are not torch's own) runs sample by sample.
+All other cases (projections, inputs without a batch, modules that are not torch's own) run sample by sample.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.gradients.contributions import Kept, refuse_changed
+from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import KEEP, PathRules
 from dpscope.flash.layers.conv import Patches
@@ -159,7 +159,7 @@ def _random(count: int, like: Tensor) -> Tensor:
 
 
 def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
-    """Return for each row a, products with the basis, lengths of probes and images, and what a leaves of the images."""
+    """Return for each row a, products with the basis, lengths of probes and images, and the residual of the images."""
     rows = torch.stack([each.flatten(1) for each in (*probes, *images)], 1)  # (O, 2·PROBES, n)
     lengths = torch.linalg.vector_norm(rows, dim=2)
     across = basis.transpose(0, 1)
@@ -171,17 +171,14 @@ def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor)
     return scale, inside, lengths, errors
 
 
-class Later:
-    """A contribution that is known once the derivatives of all layers are. Rare uses of it take its values."""
+class Later(Contribution):
+    """A contribution that is known once the derivatives of all layers are known. Rare uses read its values."""
 
     __slots__ = ()
     kind = "derived"
 
     def materialise(self) -> Tensor:
         raise NotImplementedError
-
-    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
-        return False
 
     def taken(self, index: Tensor) -> Kept:
         return Kept(self.materialise()).taken(index)
@@ -291,7 +288,7 @@ class OfGain(Later):
 
 
 class Unknown:
-    """Weights of an engine whose derivatives nobody has asked for yet; they are found together."""
+    """Weights whose derivatives are not known yet; they are computed together."""
 
     def __init__(self) -> None:
         self.members: list[ref[Derived]] = []

@@ -28,7 +28,7 @@ _EMBEDDING = inspect.signature(F.embedding)
 
 
 class _Semantics(TorchFunctionMode):
-    """Operators that mean something else for a sample alone than in ordinary training.
+    """Operators that behave differently for a single sample than in ordinary training.
 
     Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one.
     """
@@ -114,11 +114,11 @@ class SampleCall:
         return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
 
     def is_shared(self) -> bool:
-        """Return whether all samples share what the unit was given."""
+        """Return whether all arguments of the unit are shared by the samples."""
         return self.batch != 1 and self.expanded >= self.mapped.keys()
 
     def kind(self) -> Any:
-        """Return a key of the call: what outputs' dtypes and the treatment of arguments may depend on."""
+        """Return a key of everything that output dtypes and the treatment of arguments may depend on."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         devices = {leaf.device.type for leaf in tensors} or {"cpu"}
         return (
@@ -141,8 +141,8 @@ class SampleCall:
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
         """Decide by the size in this call if that is conclusive, otherwise by what other calls have shown.
 
-        A size that differs from the batch's says once and for all that the argument is shared: a mask (T, T) stays
-        shared in a later batch of T samples. A size that equals it may do so by coincidence, and is checked.
+        If a size differs from the batch size once, the argument is shared for good: a mask (T, T) stays shared in a
+        later batch of T samples. An equal size may be a coincidence, and is checked.
         """
         name, known = self.names[index], self.tap.per_sample.get(self.key(index))
         dim = self._dim(name)

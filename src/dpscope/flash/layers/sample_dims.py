@@ -1,4 +1,4 @@
-"""Modules known to have their samples elsewhere than in dimension 0."""
+"""Modules known to have their samples in a dimension other than 0."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A family may replace a layer's forward only where that forward is torch's, with every method and function it reaches. A
 subclass that overrides one of them, an instance or class that was patched, a `__getattr__` or property that gives out
-other weights: none of these is the layer that its class says.
+other weights: none of these is the layer that its class suggests.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def class_is_own(kind: type[nn.Module], cls: type[nn.Module], names: Iterable[st
 
 
 def instance_is_own(module: nn.Module, cls: type[nn.Module], names: Iterable[str]) -> bool:
-    """Return whether nothing in the instance's dictionary stands before its methods or parameters."""
+    """Return whether nothing in the instance's dictionary hides its methods or parameters."""
     own = vars(module)
     return not any(name in own for name in (*_METHODS.get(cls, {}), *names) if name != "forward")
 

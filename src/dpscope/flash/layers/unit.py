@@ -15,8 +15,8 @@ from dpscope.flash.torch_side.module_state import ModuleState
 class UnitCall(nn.Module):
     """Lets functional_call replace the unit's parameters without running the unit's hooks a second time.
 
-    Gives the output, and what forward left on the unit, which is taken off. The parameters are replaced by then: some
-    modules (nn.LSTM) note them in attributes.
+    It returns the output and the state that forward left on the unit, and removes that state. Parameters are already
+    replaced then: some modules (nn.LSTM) store them in attributes.
     """
 
     def __init__(self, unit: nn.Module, forward: Any) -> None:

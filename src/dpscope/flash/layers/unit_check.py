@@ -1,8 +1,8 @@
 """Check that a module gives a batch what it gives its samples one by one, by running it on the batch without gradients.
 
-It does not if the batch is in another dimension, or if an argument that all samples share was split among them. Dropout
-is switched off in both answers. That samples do not mix need not be asked here: each runs alone, and the model as a
-whole is verified (sample_rows/mixing.py).
+The outputs differ if the batch is in another dimension, or if an argument that all samples share was split among them.
+Dropout is switched off in both. Mixing is not tested here: each sample runs alone, and the model as a whole is verified
+(sample_rows/mixing.py).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class UnitCheck:
     # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------
 
     def decide(self) -> None:
-        """Split undecided arguments among samples or share them, as gives the module's own answer.
+        """Split undecided arguments among samples or share them, whichever reproduces the module's own output.
 
         Their values are shuffled for this, so that they matter and no two readings agree by coincidence.
         """

@@ -48,7 +48,7 @@ def check_arguments(
     criterion: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Refuse what Opacus accepts, or fails on later, and flash clipping cannot do."""
+    """Refuse arguments that Opacus accepts, or fails on later, and flash clipping does not support."""
     if isinstance(module, AbstractGradSampleModule):
         raise UnsupportedModelError(
             "the model is already private (wrapped by Opacus): pass the original module, model._module, instead"
@@ -76,7 +76,7 @@ def check_arguments(
 
 
 def is_flash(grad_sample_mode: str) -> bool:
-    """Return True if flash clipping is meant. Opacus's default, "hooks", means it too: the sums are the same."""
+    """Return True if flash clipping is requested. Opacus's default, "hooks", counts too: the sums are the same."""
     if grad_sample_mode == FLASH:
         return True
     if grad_sample_mode == "hooks":

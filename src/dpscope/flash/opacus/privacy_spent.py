@@ -28,9 +28,9 @@ MOST_STEPS_LEFT = 2**40
 
 
 def count_draws(sampler: Any) -> None:
-    """Have a batch sampler count the draws that it gives, as `draws_given`.
+    """Make a batch sampler count its draws as `draws_given`.
 
-    Loaders that others derive of the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler.
+    Loaders derived from the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler.
     """
     kind: Any = type(sampler)
     sampler.__class__ = _counting(kind)
@@ -99,8 +99,8 @@ class Spending:
 def continued(current: Sequence[Sequence[float]], saved: Sequence[Sequence[float]]) -> History:
     """Return the history of a run that loads the state of another: never less than either.
 
-    One that is the beginning of the other is contained in it: the state was saved by this run, or is loaded twice.
-    Others are different steps on the data, and both count.
+    If one is the beginning of the other, it is contained in it: the state was saved by this run, or is loaded twice.
+    Otherwise they are different steps on the data, and both count.
     """
     now, before = _as_steps(current), _as_steps(saved)
     if _begins(now, before):
@@ -128,7 +128,7 @@ def _begins(whole: History, part: History) -> bool:
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
-    """Return what the accountant says. Rényi divergences of equal steps add up, so that one step is computed once."""
+    """Return the accountant's ε. Rényi divergences of equal steps add up, so each kind of step is computed once."""
     if type(accountant) is not RDPAccountant:
         return float(accountant.get_epsilon(delta=delta))
     orders = tuple(accountant.DEFAULT_ALPHAS)
@@ -178,7 +178,7 @@ class SpentPrivacy:
 
 
 class PrivacyBudget(SpentPrivacy):
-    """Budget of a run: what it has spent, and may still spend up to a target ε; given noise alone has no end.
+    """Budget of a run: spent privacy, and what is left up to a target ε. With given noise there is no limit.
 
     delta   at which ε is told
     """

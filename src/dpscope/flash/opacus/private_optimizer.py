@@ -338,7 +338,7 @@ class DPFlashOptimizer(DPOptimizer):
         self._adapt(counted)
 
     def _adapt(self, counted: float) -> None:
-        """Have a clipping rule that follows the norms change its bound for the next step."""
+        """Let an adaptive clipping rule change its bound for the next step."""
         clip, ranks = self.engine.clip, self.engine.ranks
         if not clip.learns:
             return

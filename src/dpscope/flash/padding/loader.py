@@ -24,7 +24,7 @@ PadBatches = bool | int | Sequence[int]
 
 
 class IndexCode:
-    """An index with what there is to know of its batch, as one number. Index `samples` is padding."""
+    """An index and the facts about its batch, encoded as one number. Index `samples` is padding."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -68,7 +68,7 @@ class PaddingSampler(Sampler[list[int]]):
 
 
 class SampleList(list[Any]):
-    """The samples of a batch; of a batch of padding alone, one that lends it its form."""
+    """The samples of a batch; for a batch of padding alone, one sample that gives it its form."""
 
     rows: Rows
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dpscope.errors import UserError
 from dpscope.flash.padding.row_functions import KEEPS, READS, may_write
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.torch_side.captures import own_capture
 
 BatchLike = TypeVar("BatchLike")
 
@@ -185,6 +186,8 @@ def real_rows(batch: Any) -> int:
     """
     rows = rows_in(batch)
     if rows is not None:
+        if own_capture() is not None:
+            raise UserError("real_rows gives a number, and replays would keep that of the capture")
         return rows.real
     leaves = leaves_in(batch)
     if not leaves:

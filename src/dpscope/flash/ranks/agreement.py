@@ -41,7 +41,7 @@ class LostRank(UserError):
 
 @contextmanager
 def naming_lost_ranks(doing: str) -> Iterator[None]:
-    """Turn an error of a collective inside into a sentence that says what the rank was doing."""
+    """Turn an error of a collective inside the block into a sentence that says what the rank was doing."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Refuse a private model that is spread over processes or devices afterwards, or is one of several that drift apart."""
+"""Refusals of a private model that is spread over processes or devices afterwards, or has diverging copies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refuse_ddp_forward() -> None:
 
 
 class ReplicaTap(InstanceMethod):
-    """Stands where nn.DataParallel asks the model for a copy of itself on another device."""
+    """Replaces the method by which nn.DataParallel copies the model to another device."""
 
     attribute = "_replicate_for_data_parallel"
 

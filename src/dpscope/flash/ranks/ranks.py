@@ -86,7 +86,7 @@ class Ranks:
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
     def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
-        """Wait for all ranks to do the same step with the same settings. Return its key, which is rank 0's."""
+        """Wait for all ranks to take the same step with the same settings. Return rank 0's key."""
         key = self.control.meet(
             {
                 **self._facts(doing),
@@ -100,7 +100,7 @@ class Ranks:
         return key
 
     def meet_to_reduce(self) -> None:
-        """Wait for all ranks to add up sums, unless they came here for a step."""
+        """Wait for all ranks to reduce sums, unless they already met for a step."""
         met, self._met = self._met, False
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))

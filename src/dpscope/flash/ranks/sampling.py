@@ -65,7 +65,7 @@ class PresentSamples(WrappedDataset):
 
 
 class ShareLoader(DataLoader[Any]):
-    """Counts the shares that the loop has been given, for ranks to compare: one that skips some is in other draws."""
+    """Counts the shares given to the loop, so that ranks can compare: a rank that skips some is at another draw."""
 
     control: Control
 

@@ -44,7 +44,7 @@ BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's ar
 
 class SampledLayer(Sampled, Protocol):
     def admit(self, x: Tensor) -> None:
-        """Raise where x has no room for a batch dimension in front."""
+        """Raise if x has no batch dimension."""
 
 
 class WatchedBlocks(Protocol):
@@ -66,7 +66,7 @@ class ForwardPasses:
     """Forward passes of a model: they open micro-batches, and are rehearsed and checked.
 
     `close` closes the micro-batch and adds its sums to those before it. `abandon` drops those of an open logical batch.
-    `retap` taps some modules, or all, in the next way that may fit them.
+    `retap` taps some modules, or all, in the next way of the ladder.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ForwardPasses:
     def trial(self) -> Iterator[list[UnknownCall]]:
         """Run the model's own forward for a trial, as if the root had been called.
 
-        Gives the calls of layers whose rows are not known to be samples.
+        It yields the calls of layers whose rows are not known to be samples.
         """
         before = self._unknown, self.in_trial
         unknown: list[UnknownCall] = []
@@ -127,7 +127,7 @@ class ForwardPasses:
             self._unknown, self.in_trial = before
 
     def begin_replay(self, rows: Rows | None) -> bool:
-        """Begin a micro-batch that a graph is to run. Return False if it has to be looked at and has to run eagerly."""
+        """Begin a micro-batch that a graph will run. Return False if it is due for a check and has to run eagerly."""
         self.close_recorded()
         if self.state.leaves_out_rest(rows):
             self._abandon()
@@ -280,7 +280,7 @@ class ForwardPasses:
         return output
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward with ordinary tensors in place of stand-ins in its output."""
+        """Return the forward with proxies in its output replaced by ordinary tensors."""
         if not self._rehearsals.followed or self._depth:
             return forward
 
@@ -322,10 +322,11 @@ class ForwardPasses:
         size = x.shape[0]
         shared = size == 1 != batch
         if size != batch and not shared:
-            raise UserError(
+            reason = (
                 f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {batch} samples: "
                 f"{KEEP_BATCH_FIRST}"
             )
+            raise NotFollowed([tap.module], reason) if self.can_begin_again else UserError(reason)
         self.admit_unit(tap, x.dim(), shared=shared)
         return x.expand(batch, *x.shape[1:]) if shared else x
 
@@ -355,7 +356,7 @@ class ForwardPasses:
         return known
 
     def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
-        """Accept a call whose rows are known to be samples; note any other, to be rehearsed after the forward."""
+        """Accept a call whose rows are known to be samples; record any other for a rehearsal after the forward."""
         if self._rehearsals.run is not None or (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
         if self._depth:

@@ -1,12 +1,12 @@
-"""Do samples mix? Asked of the untouched model, by running it on other samples and comparing its outputs.
+"""Test if samples mix: run the untouched model on other samples and compare its outputs.
 
 Row b of the output may depend on sample b alone: not on the others in its batch, not on their number, and not on
-samples of an earlier step. Each question is asked by two runs without gradients that differ in one thing, from the
-same random state. Random states, buffers and attributes of the model are put back.
+samples of an earlier step. Each question compares two runs without gradients that differ in one thing and start from
+the same random state. Random states, buffers and attributes of the model are restored.
 
 The first time the model is called in some way, all questions are asked on a quarter of the batch: several times with
 other orders of the samples and other random numbers, and with parameters that are zero set to others, because a gate
-that is closed at first hides what it multiplies. Later passes are looked at now and then (schedule.py).
+that is closed at first hides what it multiplies. Later passes are checked now and then (schedule.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.sample_rows.rehearsal_run import Buffers, Snapshot, opened_gates
+from dpscope.flash.sample_rows.rehearsal_run import Buffers, ModelSnapshot, opened_gates
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import (
     PUT_BATCH_FIRST,
@@ -69,14 +69,14 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ModelSnapshot | None = None
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
 
     def _untouched(self) -> AbstractContextManager[None]:
         """Return a context after which the model, and all random states, are as they were before the first question."""
-        self._snapshot = self._snapshot or Snapshot(self.model)
+        self._snapshot = self._snapshot or ModelSnapshot(self.model)
         return self._snapshot.kept()
 
     def has_different_samples(self) -> bool:
@@ -100,7 +100,7 @@ class Mixing(TriedCall):
     # -- other samples -----------------------------------------------------------------------------------------------
 
     def draw(self) -> None:
-        """Refuse samples that mix, as far as several draws show it. Sets `shared` to the reading that fits."""
+        """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits."""
         self._confirmed(self._draw)
 
     def look_again(self) -> None:
@@ -147,10 +147,10 @@ class Mixing(TriedCall):
         return True
 
     def _try_readings(self, further: Callable[[], None]) -> None:
-        """Find a reading of the arguments by which samples do not mix: a look shows it, and what is asked `further`.
+        """Find a reading of the arguments by which samples do not mix, by one check and by `further` ones.
 
-        What was found by further questions alone may not be explained away by an argument that relates all samples to
-        one another: it would have to be the same in every step.
+        Mixing found only by further checks must not be explained by an argument that relates all samples to each other:
+        it would have to be the same in every step.
         """
         refusals: list[Exception] = []
         shown = True
@@ -177,7 +177,7 @@ class Mixing(TriedCall):
         return any(list(leaf.shape).count(self.batch) > 1 for leaf in tensors)
 
     def _draw_others(self) -> None:
-        """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
+        """Compare rows in other orders of the samples and with other random numbers: mixing may depend on either."""
         for number in range(DRAWS if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
@@ -214,7 +214,7 @@ class Mixing(TriedCall):
     def _confirmed_share(self, output: int, found: Tensor) -> float | None:
         """Return by how much of its largest element an output may move in float64; None in the model's own dtype.
 
-        It is a share of what the output is in that dtype: one that is only rounding there is smaller in float64.
+        The difference is relative to the output in that dtype: if it is only rounding, it is smaller in float64.
         """
         return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300)) if self.wide else None
 
@@ -225,7 +225,7 @@ class Mixing(TriedCall):
 
         The dimension of an output that has fewer entries for fewer samples is that of the samples.
 
-        Where random numbers are drawn they are others for fewer samples: nothing is said then.
+        If random numbers are drawn, they differ for fewer samples, and no verdict is given.
         """
         rows = self.rows()
         with self._untouched():
@@ -277,7 +277,7 @@ class Mixing(TriedCall):
     def _look_at_parts(self) -> None:
         """Refuse outputs without a dimension of samples if each part of them is made of two samples.
 
-        A list of samples is found so, whose first one has rows that are no samples.
+        This finds a list of samples whose first one has rows that are not samples.
         """
         runs = [self._whole_outputs(row) for row in (None, 0, self.batch - 1)]
         if len({tuple(each.shape for each in run) for run in runs}) > 1:
@@ -301,8 +301,8 @@ class Mixing(TriedCall):
     def find_carried_state(self) -> None:
         """Refuse a model that keeps something of its samples for the next step, wherever it keeps it.
 
-        It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
-        judged elsewhere, and put back in between.
+        It runs on a batch, and then on another: the output for the second must not depend on the first. Buffers are
+        checked elsewhere, and restored in between.
         """
         if dry_run.current() is not None:
             return
@@ -325,7 +325,7 @@ class Mixing(TriedCall):
             return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
-        """Return as many other samples; not all of them in another order, which a mean would not show."""
+        """Return as many other samples, not just a permutation, which a mean would not reveal."""
         others = [(row + 1) % self.batch for row in rows]
         return [others[1], *others[1:]] if len(rows) == self.batch else others
 
@@ -341,7 +341,7 @@ class Mixing(TriedCall):
         )
 
     def watch_with_others(self, note: Callable[[], Any]) -> list[Any]:
-        """Return what `note` gives after runs as it is, and with the first and the last sample replaced."""
+        """Return `note`'s results after runs on the original batch, and with the first and last sample replaced."""
         found = []
         for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
             with self._untouched():

@@ -9,8 +9,8 @@ and buffers put back each time:
    than in the first run. So positions that have the size of the batch by chance, a batch in another dimension, and
    samples that mix are found, whatever the sizes;
 3. for layers whose input is the same whatever the samples are, with one sample more: there must be one row more;
-4. with the outputs of all layers changed, the second once more: what a layer that gives zeros (a gate that is closed
-   at first) keeps from sight is seen then. An output without the batch's size must not join samples either;
+4. again as in 2, with the outputs of all layers changed: this reveals what a layer of zeros (a gate that is closed at
+   first) hides. An output without the batch's size must not join samples either;
 5. for layers whose input has a single row, shared by all samples and expanded here, with that layer's output alone
    changed: it must show, and only in the row of that sample.
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.mixing import mixing_found, replaced
-from dpscope.flash.sample_rows.rehearsal_run import Key, OutputOf, Run, Sampled, SeenTensor, Snapshot
+from dpscope.flash.sample_rows.rehearsal_run import Key, ModelSnapshot, OutputOf, Run, Sampled, SeenTensor
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, apart_from
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in
@@ -54,7 +54,7 @@ class Rehearsal(TriedCall):
         self.rehearsing = rehearsing
         self.suspects: Sequence[nn.Module] = ()  # modules that are looked at first
         self.row = 0  # the sample that is changed
-        self._snapshot = Snapshot(model)
+        self._snapshot = ModelSnapshot(model)
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self._content: Run | None = None
 
@@ -112,7 +112,7 @@ class Rehearsal(TriedCall):
             (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
 
     def _check_constants(self, plain: Run, changed: Run) -> None:
-        """Require that what bare parameters are combined with, outside of uses, does not depend on the samples."""
+        """Require that tensors combined with bare parameters, outside of uses, do not depend on the samples."""
         for key, before in plain.constants.items():
             after = changed.constants.get(key)
             if after is None or not torch.equal(before, after):
@@ -238,7 +238,7 @@ class Rehearsal(TriedCall):
         return f"{tap.name}{turned} was given a tensor of shape {shape} in a batch of {self.batch} samples"
 
     def _refuse_mixing(self, plain: Run, key: Key) -> None:
-        """Refuse samples that mix; where only rows of layers are not the samples, have modules around them tapped."""
+        """Refuse samples that mix; if only rows of layers are not the samples, tap the modules around them."""
         wrong = list(self._suspects(plain, self.content()))
         if any(tap is None for tap, _ in wrong):
             raise mixing_found(self.batch)
@@ -259,9 +259,9 @@ class Rehearsal(TriedCall):
         raise NotFollowed(_modules_of(units), reason, climb=True)
 
     def _refuse_reaching(self, plain: Run) -> None:
-        """Find layers whose output, changed in one row, reaches other samples: their rows are not the samples.
+        """Find layers whose changed output row reaches other samples: their rows are not the samples.
 
-        Those whose input has nothing of the samples are found all at once, because they are followed. With another one
+        Layers whose input does not depend on samples are found all at once, because they are followed. With another one
         go its like in other blocks, if the self-test suspects them, too.
         """
         moved = self._moved(plain, self.content())

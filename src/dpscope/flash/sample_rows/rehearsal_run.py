@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Sampled(Protocol):
     """A module whose input has a row for each sample (`known`), or one for all of them (`shared`).
 
-    Both hold numbers of dimensions of x for which that was found out.
+    Both hold the numbers of dimensions of x for which this is known.
     """
 
     name: str
@@ -44,7 +44,7 @@ class OutputOf:
 
 @dataclass
 class SeenTensor:
-    """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
+    """One tensor seen in a run: `dims` may hold the samples; `shared`: it had one row for all of them."""
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
@@ -178,7 +178,7 @@ class Buffers:
                 self._versions[place] = buffer._version
 
 
-class Snapshot:
+class ModelSnapshot:
     """Random states, buffers and attributes of a model as they are now, to be put back after runs of it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -221,4 +221,4 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 
 def untouched(model: nn.Module) -> AbstractContextManager[None]:
     """Restore random states, buffers and attributes of the model after the block."""
-    return Snapshot(model).kept()
+    return ModelSnapshot(model).kept()

@@ -61,7 +61,7 @@ class BegunPass(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Facts about a way to call the model: `RehearsedCalls._shared` and `_output_dims`."""
+    """Facts about one way to call the model: `RehearsedCalls._shared` and `_output_dims`."""
 
     shared: frozenset[int]
     output_dims: list[int | None] | None
@@ -105,7 +105,7 @@ class RehearsedCalls:
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
-        """Have taps record in `run` what they are given, inside the block."""
+        """Make taps record their inputs in `run` inside the block."""
         outer, self.run = self.run, run
         try:
             communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
@@ -120,7 +120,7 @@ class RehearsedCalls:
         self._begin_again_without(used.found, "a layer's parameter is used outside of the layer")
 
     def forget(self) -> None:
-        """Forget what rehearsals have shown: there are other taps now."""
+        """Forget the results of rehearsals, because the taps have changed."""
         self.expanded.clear()
         self._rehearsed.clear()
         self._searched.clear()
@@ -181,7 +181,7 @@ class RehearsedCalls:
             self._searched.add(begun.way)
 
     def settle(self, unknown: list[UnknownCall], call: RootCall, failure: Exception | None = None) -> None:
-        """Refuse a pass in which it is not known of all layers whether their rows are samples."""
+        """Refuse a pass with layers whose rows are not known to be samples."""
         if not unknown:
             return
         if dry_run.current() is not None:
@@ -197,7 +197,7 @@ class RehearsedCalls:
                 )
 
     def _remember(self, way: object) -> None:
-        """Remember a way of calling the model. A way that is forgotten is only rehearsed again."""
+        """Record a way of calling the model. If one is forgotten, it is rehearsed again."""
         self._rehearsed[way] = _Reading(self._shared, self._output_dims)
         if len(self._rehearsed) < MOST_WAYS:
             return
@@ -246,7 +246,7 @@ class RehearsedCalls:
         self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
 
     def _hold_against_model(self, call: RootCall) -> None:
-        """Make the self-test. Where it fails or does not say all, rehearse the call, which may name the layer."""
+        """Run the self-test. If it fails or is not conclusive, rehearse the call, which may name the layer."""
         misfit: BaseException | None = None
         try:
             if self._self_test(call) or call.batch == 1:
@@ -284,7 +284,7 @@ class RehearsedCalls:
         return None
 
     def _look_again(self, call: RootCall) -> Exception | None:
-        """Look at a call of a way that was verified, at some of its rows."""
+        """Check some rows of a call whose way was verified before."""
         try:
             whole = self.schedule.note_look()
             mixing = self._mixing(call)
@@ -301,7 +301,7 @@ class RehearsedCalls:
         return None
 
     def _self_test(self, call: RootCall) -> bool:
-        """Hold the taps against the untouched model; return whether that proves that rows are samples.
+        """Compare the taps with the untouched model; return whether that proves that rows are samples.
 
         A sharded model's weights are elsewhere: it is not tested here.
         """

@@ -31,7 +31,7 @@ class LookSchedule:
         self._wanted = False
 
     def count_replay(self) -> bool:
-        """Count a pass that a graph runs. Return False, and count nothing, if it has to be looked at: run eagerly."""
+        """Count a pass that a graph runs. Return False, and count nothing, if it is due for a check."""
         self.begin_pass()
         if self._due and not self._paused:
             self.passes -= 1
@@ -44,7 +44,7 @@ class LookSchedule:
         self.passes -= 1
 
     def is_due(self, batch: int) -> bool:
-        """Return whether the pass that runs is to be looked at."""
+        """Return whether the current pass is due for a check."""
         if not self._due or self._paused:
             return False
         self._due = False
@@ -52,10 +52,10 @@ class LookSchedule:
         return batch >= SMALL_BATCH or not even
 
     def note_look(self) -> bool:
-        """Count a look; return whether the self-test belongs to it."""
+        """Count a check; return whether it includes the self-test."""
         self.looks.append(self.passes)
         return len(self.looks) % 4 == 2
 
     def pause(self) -> None:
-        """Look at nothing again from now on: for measurements, which end before training does."""
+        """Stop all checks from now on: for measurements, which end before training does."""
         self._paused = True

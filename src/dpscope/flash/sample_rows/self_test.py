@@ -13,8 +13,8 @@ change, whose hooks do more than they seem to, is found whatever the reason. A d
 module is tapped in another way (layers/ladder.py), and the test is made again.
 
 Half of the samples are silent: their rows of u are zero, so their v_b are zero in any precision. Their weights are
-large on the side of the engine alone. Then the other half is silent, and what the engine has for it has to be zero. So
-a parameter of tiny gradients whose rows are not the samples is found too, which rounding would hide in a sum.
+large on the side of the engine alone. Then the other half is silent, and what the engine has for it has to be zero.
+This also finds parameters with tiny gradients whose rows are not the samples, which rounding would hide in a sum.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class SelfTest:
     # -- cotangents ----------------------------------------------------------------------------------------------------
 
     def _dim_of(self, place: int, output: Tensor) -> int | None:
-        """Return the dimension of samples: where it is not known, the first of their number."""
+        """Return the dimension of samples; if it is not known, the first one of that size."""
         if self.output_dims is not None and place < len(self.output_dims):
             return self.output_dims[place]
         return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
@@ -305,7 +305,7 @@ class SelfTest:
     def _raise_for(
         self, bad: dict[nn.Parameter, float], order: list[nn.Parameter], names: dict[nn.Parameter, str]
     ) -> None:
-        """Name the parameter that backward meets first: what it passes on may be wrong for all before it."""
+        """Name the parameter that backward reaches first: its error may propagate to all layers before it."""
         missed = [parameter for parameter in bad if parameter not in set(order)]
         first = missed[0] if missed else next(parameter for parameter in order if parameter in bad)
         name = names[first]

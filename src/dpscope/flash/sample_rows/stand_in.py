@@ -1,4 +1,4 @@
-"""Stand-ins for parameters that a module uses itself, as far as layers and forward passes know of them."""
+"""Interface of the proxies for parameters that a module uses itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StandIn(Tensor):
-    """Stands for a tensor that is made of parameters alone (layers/bare.py)."""
+    """Proxy for a tensor that is made of parameters alone (layers/bare.py)."""
 
     plain: Tensor  # the tensor it stands for, with its history
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,13 +69,20 @@ class TriedCall:
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
-        """Return some of the samples: a quarter, or all where an argument relates samples to one another."""
+        """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
+
+        Their number is a prime that divides no other size of the arguments, if there is one: positions, or anything
+        else, do not come in as many rows, or multiples of it, by chance.
+        """
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
+        sizes = [size for leaf in leaves for size in _without(leaf.shape, sampled.get(id(leaf)))]
         # Sizes of which it cannot be told that they have nothing to do with the number of samples.
-        if not sampled or any(self.batch in _without(leaf.shape, sampled.get(id(leaf))) for leaf in leaves):
+        if not sampled or self.batch in sizes:
             return list(range(self.batch))
-        count = min(self.batch, max(2, self.batch // MOST_SHARE))
+        least = min(self.batch, max(3, self.batch // MOST_SHARE))
+        counts = (count for count in range(least, self.batch + 1) if _is_prime(count))
+        count = next((count for count in counts if all(size % count for size in sizes)), least)
         return sorted(RANDOM.sample(range(self.batch), count))
 
     def sampled_leaves(self) -> dict[int, int]:
@@ -87,7 +95,7 @@ class TriedCall:
         return {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
 
     def readings(self) -> Iterator[None]:
-        """Set `shared` to what it may be, in turn: no argument, one, or all but the first (masks, tables)."""
+        """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables)."""
         sampled = self.sampled_leaves()
         places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
         given = self.shared
@@ -131,12 +139,16 @@ class TriedCall:
             return self.forward(*args, **kwargs)
 
 
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
 def _without(shape: torch.Size, dim: int | None) -> list[int]:
     return [size for axis, size in enumerate(shape) if axis != dim]
 
 
 def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
-    """Return the leaf with its other dimensions of as many entries in that order: what relates samples."""
+    """Return the leaf with its other dimensions of the batch's size permuted alike, as they relate samples."""
     for dim, size in enumerate(leaf.shape):
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))

@@ -1,7 +1,7 @@
 """The clipped sums of a micro-batch that is closed, as they are iterated over: of this process, or over all ranks.
 
-A closer is what differs between the two. It is given the micro-batch (None without samples) and the checkpointed blocks
-that run again. All of those run before a sum is handed out, because no weight may change before.
+A closer implements one of the two. It receives the micro-batch (None without samples) and the checkpointed blocks that
+run again. All of these run before a sum is handed out, because no weight may change before that.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RankCloser:
 
 
 def _taken(made: SumBatch, some: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Take the sums of some parameters out of those that are made."""
+    """Remove and return the sums of some parameters that are already made."""
     every = dict(zip(made.parameters, made.tensors, strict=True))
     found = {parameter: every.pop(parameter) for parameter in some if parameter in every}
     made.parameters[:], made.tensors[:] = list(every), list(every.values())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import combine, describe_combined
-from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, Saved, Summed, outer_sums, refuse_complex
+from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
+from dpscope.flash.gradients.grouped_kept import MOST, GroupedKept, is_small
 from dpscope.flash.gradients.norms import Factors, GroupedNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.row_groups import RowGroups
@@ -31,6 +32,7 @@ LEAST_GROUP_BYTES = 1 << 28
 
 EACH_ROW = RowGroups(1)
 
+Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 
 
@@ -49,7 +51,7 @@ class SumBatch(NamedTuple):
 class MicroBatch:
     """On construction norms and factors are computed, sums are not yet.
 
-    `normed`: (G, B) squared norms of parameters that are not among the recorded ones, by group of `clip`. `real`: how
+    `normed`: squared norms of parameters that are not among the recorded ones, by group of `clip`. `real`: how
     many of the B rows are samples, the first ones; the others are padding.
     """
 
@@ -57,7 +59,7 @@ class MicroBatch:
         self,
         recorded: Recorded,
         *,
-        normed: Sequence[Tensor] = (),
+        normed: Sequence[Normed] = (),
         rules: PathRules,
         clip: ClipRule,
         mean: bool,
@@ -75,21 +77,58 @@ class MicroBatch:
         ]
         recorded.clear()  # what was put together need not outlive this
         _take_sums(self._parts)
-        device = normed[0].device if normed else self.parameters[0].device
+        device = normed[0][0].device if normed else self.parameters[0].device
         norms = GroupedNorms(len(clip.bounds), self.size, device)
-        for squared in normed:
-            norms.add(squared)
-        norms.add_all(self._parts, self._groups)
+        for squared, some in normed:
+            norms.add(squared, some)
+        self._small = self._add_small(norms) if len(clip.bounds) > 1 else None
+        if self._small is None:
+            norms.add_all(self._parts, self._groups)
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.squared = norms.result()
         self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 
+    def _add_small(self, norms: GroupedNorms) -> tuple[list[int], GroupedKept] | None:
+        """Norm small per-sample gradients of all groups at once, and the rest by group. Return the former."""
+        alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
+        small = {at: values for at, values in alone if values is not None and is_small(values)}
+        if not small or sum(values.numel() for values in small.values()) > MOST:
+            return None
+        others = [at for at in range(len(self._parts)) if at not in small]
+        chosen = [self._parts[at] for at in others]
+        norms.add_all(chosen, [self._groups[at] for at in others])
+        for at, of_one in zip(others, chosen, strict=True):
+            self._parts[at] = of_one
+        together = GroupedKept(list(small.values()))
+        for at, squared in zip(small, together.squares(), strict=True):
+            norms.add_row(self._groups[at], squared)
+        return list(small), together
+
+    def _sum_small(self, into: RunningSum | None) -> SumBatch | None:
+        """Return the sums of those, unless they are made already."""
+        small, self._small = self._small, None
+        if small is None or not all(self._parts[at] for at in small[0]):
+            return None
+        places, together = small
+        totals = together.sums(self.clipping.scale, [self._groups[at] for at in places])
+        for at in places:
+            self._parts[at] = ()
+        parameters = [self.parameters[at] for at in places]
+        outs = [into(parameter) if into else None for parameter in parameters]
+        return SumBatch(
+            parameters, [new if old is None else old.add_(new) for old, new in zip(outs, totals, strict=True)], None
+        )
+
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """Yield the clipped sums: see `sum_parts`."""
         if group_bytes is None:
             group_bytes = self._group_bytes(factored)
+        batch = self._sum_small(into)
+        if batch is not None:
+            yield batch
+            del batch
         for scale, parameters, parts in self._by_group(self.parameters, self._parts, self._groups):
             batches = sum_parts(parameters, parts, scale, into=into, factored=factored, group_bytes=group_bytes)
             while True:
@@ -108,8 +147,8 @@ class MicroBatch:
         if len(scales) == 1:
             yield scales[0], parameters, parts
             return
-        for group in sorted(set(groups)):
-            places = [at for at, number in enumerate(groups) if number == group]
+        for group in sorted({number for number, part in zip(groups, parts, strict=True) if part}):
+            places = [at for at, number in enumerate(groups) if number == group and parts[at]]
             chosen = [parts[at] for at in places]
             for at in places:
                 parts[at] = ()
@@ -126,11 +165,11 @@ class MicroBatch:
     def _group_bytes(self, factored: bool) -> int:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
-        if any(isinstance(part, Saved) and part.copied for part in alone):
+        if any(part.is_copy for part in alone):
             return GROUP_BYTES_OF_COPIES
         if self._room is None:
             return GROUP_BYTES
-        kept = [part.values for part in alone if isinstance(part, Kept)]
+        kept = [values for part in alone if (values := part.per_sample) is not None]
         freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
         return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
 
@@ -204,8 +243,10 @@ def sum_parts(
 def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
     """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
     held: list[Any] = [part for of_it in parts for part in of_it]
-    held = [part for part in held if type(getattr(part, "inner", None)) is Kept]
-    sums = kept_sums([part.inner.values for part in held], scale) if held else []
+    held = [
+        part for part in held if (inner := getattr(part, "inner", None)) is not None and inner.per_sample is not None
+    ]
+    sums = kept_sums([part.inner.per_sample for part in held], scale) if held else []
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
@@ -219,7 +260,7 @@ def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRule
 
 def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
     """Replace g by per-sample gradients where those are sums over its positions."""
-    summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
+    summed = [(index, g) for index, of_it in enumerate(parts) if (g := of_it[0].summed_later) is not None]
     for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
         parts[index] = (Kept(sums),)
 
@@ -230,16 +271,15 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
     for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
-        kind = type(of_it[0]) if len(of_it) == 1 else None
-        if kind is Kept or kind is Outer:
-            key = kind if kind is Kept else of_it[0].form()  # type: ignore[attr-defined]
+        key = of_it[0].launch_key() if len(of_it) == 1 else None
+        if key is not None:
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
             if sizes[key] >= group_bytes:
                 full.append(open_groups.pop(key))
                 del sizes[key]
     groups = [*full, *open_groups.values()]
-    return sorted(groups, key=lambda group: type(parts[group[0]][0]) is not Kept)
+    return sorted(groups, key=lambda group: parts[group[0]][0].per_sample is None)
 
 
 def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:
@@ -257,19 +297,20 @@ def _sum_group(
     into: RunningSum | None,
     factored: bool,
 ) -> SumBatch:
-    kept = [part.values for part in parts if isinstance(part, Kept)]
-    outers = [part for part in parts if isinstance(part, Outer)]
+    kept = [values for part in parts if (values := part.per_sample) is not None]
     if kept and factored:
         return SumBatch(parameters, kept, scale)
     outs = [into(p) if into else None for p in parameters]
     # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
-    sums = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs, let_go_together=factored)
-    return SumBatch(parameters, sums, None)
+    if kept:
+        return SumBatch(parameters, kept_sums(kept, scale, outs=outs), None)
+    products = cast("list[Outer]", parts)  # no others have a `launch_key`
+    return SumBatch(parameters, outer_sums(products, scale, outs, let_go_together=factored), None)
 
 
-def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
+def _checked_batch_size(recorded: Recorded, normed: Sequence[Normed]) -> int:
     """Return the number of samples, which all contributions share. Check that no contribution was changed since."""
-    sizes = {squared.shape[1] for squared in normed}
+    sizes = {squared.shape[1] for squared, _ in normed}
     for slot, contributions in recorded:
         if slot.parameter.dtype.is_complex:
             refuse_complex(slot.name, slot.parameter)

@@ -1,7 +1,7 @@
 """The clipped sums of the micro-batches of a step, between two clearings.
 
 They belong to the engine: nothing of them is in p.grad until `hand_out`, so whatever a training loop does to gradients
-in between (clipping, scaling, clearing) changes nothing. They are float32, also those of half-precision parameters:
+in between (clipping, scaling, clearing) changes nothing. They are float32 even for half-precision parameters, because
 rounded sums of two neighbouring batches may differ by more than C.
 """
 
@@ -47,7 +47,7 @@ class RunningSums:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the sums of before at the end of the block."""
+        """Restore the earlier sums at the end of the block."""
         before = dict(self._held)
         try:
             yield
@@ -61,7 +61,7 @@ class RunningSums:
     def hand_out(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Add the sums to p.grad of these parameters (default: all), rounded to their dtype; drop all others.
 
-        A gradient that is there already has to come from here: any other may hold more than C of a sample.
+        A gradient that already exists must come from this class: any other may hold more than C of a sample.
         """
         for parameter in list(self._held) if parameters is None else parameters:
             total = self._held.pop(parameter, None)

@@ -1,1 +1,1 @@
-"""Taps: what stands in for a module's forward while an engine is attached."""
+"""Taps: replacements for a module's forward while an engine is attached."""

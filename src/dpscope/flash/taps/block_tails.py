@@ -1,10 +1,10 @@
-"""The last product of a block that runs again, left out if backward reads nothing that follows from it.
+"""The last product of a block that runs again, skipped if backward does not read its result.
 
 Most blocks end in a product that is added to the residual stream. Its result is an output of the block, which is not
 needed when the block runs again, and the backward pass of a sum reads no values: zeros do as well. In a transformer
 that is a third of the products of the block's forward. A checkpoint's own second run stops there, too.
 
-It is left out only if
+The product is skipped only if
 
 - every operation after it, on the way to the block's outputs, is one whose backward reads no values; that is found in
   autograd's graph of a whole run, the first with samples of a shape;

@@ -78,7 +78,7 @@ class RootTap(EngineTap):
 
 
 class ZeroGradTap(EngineTap):
-    """The root's zero_grad: also drops what backward passes have left and was not summed.
+    """The root's zero_grad, which also drops records of backward passes that were not summed.
 
     The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
     """
@@ -101,7 +101,7 @@ class ZeroGradTap(EngineTap):
 
 
 def clear_what_is_compiled() -> None:
-    """Have `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
+    """Make `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
 
     torch's wrapper clears the same parameters, and may be put around a model at any time after it was made private.
     """

@@ -25,7 +25,7 @@ from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
 from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
-from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype
+from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
@@ -141,7 +141,7 @@ _Node.traced = False
 
 
 def check_backward(tap: TapOfSamples, generation: int) -> None:
-    """Refuse what is no first-order backward pass through a forward pass of the open micro-batch."""
+    """Refuse second-order backward passes, and passes through a forward of another micro-batch."""
     tap.engine.state.check_graph(tap.name, generation)
     if torch.is_grad_enabled():
         raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
@@ -149,7 +149,7 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
 
 def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
     """Run the layer's backward without casts, even if backward() is called inside an autocast context."""
-    with torch.autocast(g.device.type, enabled=False):
+    with no_autocast(g.device.type):
         gradient: Tensor | None = ctx.tap.backward(ctx, g)
         return gradient
 
@@ -164,7 +164,7 @@ def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
 
 
 def refuse_replaced(tap: TapOfSamples, key: str) -> NoReturn:
-    """Refuse a parameter that was replaced; one that forward itself replaces may be seen from further out."""
+    """Refuse a parameter that was replaced; if forward itself replaces it, try to tap a surrounding module."""
     reason = f"{tap.name}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
     raise tap.does_not_fit(reason)
 
@@ -181,8 +181,7 @@ class TapOfSamples(EngineTap):
     def does_not_fit(self, reason: str) -> BaseException:
         """Return the error to raise if the module cannot be tapped this way.
 
-        It makes the pass begin again with a module around this one tapped. If that is not possible, the user reads
-        `reason`.
+        It restarts the pass with a surrounding module tapped. If that is not possible, `reason` is shown to the user.
         """
         if self.engine.forwards.can_begin_again:
             return NotFollowed([self.module], reason, climb=True)
@@ -190,7 +189,7 @@ class TapOfSamples(EngineTap):
 
     @property
     def rehearsal(self) -> Run | None:
-        """The rehearsal's forward pass that runs now, if one does."""
+        """The rehearsal's current forward pass, if there is one."""
         return self.engine.rehearsals.run
 
 
@@ -307,7 +306,7 @@ class LayerTap(TapOfSamples):
     def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
         """Expect the shard, or the whole parameter that FSDP2 puts in its place around forward; refuse any other.
 
-        Return True if a frozen layer has something else in that place now: what it is made of is followed elsewhere.
+        Return True if a frozen layer now has another tensor in its place, whose parameters are followed elsewhere.
         """
         index = self.names.index(key)
         slot = self.slots[index]

@@ -68,8 +68,8 @@ def _version_seen() -> str:
 class GraphCast:
     """The last cast of an input that a graph holds: q, k and v read one tensor, and give out one cast of it.
 
-    A compiler would merge equal casts, but not those that leave the graph. Both tensors are forgotten at the last call,
-    before the graph ends: what an object of Python's still holds then would be an output of the graph.
+    A compiler would merge equal casts, but not those that leave the graph. Both tensors are dropped at the last call,
+    before the graph ends: tensors that Python objects still hold then would become outputs of the graph.
     """
 
     def __init__(self) -> None:

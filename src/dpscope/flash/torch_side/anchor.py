@@ -37,7 +37,7 @@ class Anchor:
     def is_recording(self) -> bool:
         """Return True if the running backward pass accumulates the gradients of parameters.
 
-        It does not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then skips the anchor.
+        `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` do not: autograd then skips the anchor.
         """
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:

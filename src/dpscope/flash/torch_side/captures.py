@@ -22,7 +22,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def record(run: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
-    """Capture what `run` asks the device for. Return what runs it again, and its result, which that fills."""
+    """Capture the device work of `run`. Return a function that replays it, and its result, which a replay fills."""
     graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.clone_state()
@@ -85,7 +85,7 @@ def device_cache(maxsize: int) -> Callable[[_Function], _Function]:
 
 @contextmanager
 def capturing(capture: OwnCapture) -> Iterator[None]:
-    """Mark what the current stream is asked for inside the block as the engine's own capture."""
+    """Mark work of the current stream inside the block as the engine's own capture."""
     _own.append(capture)
     try:
         yield

@@ -1,4 +1,4 @@
-"""report-against.html: two sweeps side by side in the frame of the page of one, with charts of what changed."""
+"""report-against.html: two sweeps side by side in the layout of report.html, with charts of what changed."""
 
 from __future__ import annotations
 

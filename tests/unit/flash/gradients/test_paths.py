@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 
 from dpscope.flash.gradients import paths
 from dpscope.flash.gradients.memory_budget import MemoryBudget
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, PathRules, Unfolded, choose_path
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, Product, Unfolded
+from dpscope.flash.gradients.paths import choose_path as choose
 
 SIZES = st.integers(1, 5000)
+
+
+def choose_path(*shape: int, **options) -> Decision:
+    """Choose the path of a product, given what describes it and what is asked."""
+    asked = {name: options.pop(name) for name in ("forced", "keep_fits", "sharded", "runs_again") if name in options}
+    return choose(Product(*shape, **options), **asked)
 
 
 def test_one_sample_keeps_its_gradient():

@@ -7,6 +7,7 @@ from torch import nn
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
 
 STEPS = 12
+CHANGED = 6  # the step before which things change in tests: steps 5 and 6 are replays
 WIDTH, CLASSES = 6, 3
 
 

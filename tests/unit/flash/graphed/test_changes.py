@@ -5,13 +5,12 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step
-from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
+from dpscope.flash import make_graphed_step
 from tests.unit.flash.graphed.loops import (
+    CHANGED,
     CLASSES,
     WIDTH,
     assert_same,
@@ -23,8 +22,6 @@ from tests.unit.flash.graphed.loops import (
     trained_by_graph,
     trained_by_loop,
 )
-
-CHANGED = 6  # the step before which things change: steps 5 and 6 are replays
 
 
 class Tuned(nn.Module):
@@ -192,160 +189,6 @@ def test_autocast_around_the_step_is_noticed(host_graphs):
         assert step._captured == {}
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
-
-
-class Weighted:
-    """A loop of the user's: its loss reads one attribute, and it counts its steps in another."""
-
-    def __init__(self, model) -> None:
-        self.model, self.weight, self.number = model, 1.0, 0
-
-    def loss(self, x, y):
-        return self.weight * F.cross_entropy(self.model(x), y)
-
-
-def losses_of(model, kind):
-    """Return a loss function and what sets the number that it reads."""
-    if kind == "an attribute":
-        loop = Weighted(model)
-
-        def set_to(value):
-            loop.weight, loop.number = value, loop.number + 1
-
-        return loop.loss, set_to
-    weight = 1.0
-    options = {"weight": 1.0}
-
-    def closure(x, y):
-        return weight * F.cross_entropy(model(x), y)
-
-    def set_to(value):
-        nonlocal weight
-        weight = options["weight"] = value
-
-    return closure, set_to
-
-
-@pytest.mark.parametrize("kind", ["an attribute", "a variable"])
-def test_a_number_that_the_loss_reads_is_noticed(host_graphs, kind):
-    models = []
-    for graphed in (False, True):
-        model = network()
-        optimizer = private(model)
-        loss, set_to = losses_of(model, kind)
-        step = make_graphed_step(loss, optimizer)
-        for number, (x, y) in enumerate(batches()):
-            set_to(1.0 if number < CHANGED else 0.001)
-            if graphed:
-                step(x, y)
-            else:
-                loss(x, y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        models.append(model)
-    assert_same(*models)
-    assert step.replays >= 5
-    assert host_graphs.captures == 2
-
-
-def test_a_number_that_changes_in_every_step_is_warned_of(host_graphs):
-    model = network()
-    loss, set_to = losses_of(model, "a variable")
-    step = make_graphed_step(loss, private(model))
-    with pytest.warns(UserWarning, match="as tensors, among its arguments"):
-        for number, (x, y) in enumerate(batches(40)):
-            set_to(1.0 / (1 + number))
-            step(x, y)
-
-
-def test_tensors_and_numbers_among_the_arguments_are_those_of_the_call(host_graphs):
-    models = []
-    for graphed in (False, True):
-        model = network()
-        optimizer = private(model)
-
-        def loss(x, y, *, scale, mode, model=model):
-            found = F.cross_entropy(model(x), y)
-            return scale * found if mode == "plain" else 3.0 * scale * found
-
-        step = make_graphed_step(loss, optimizer)
-        for number, (x, y) in enumerate(batches(24)):
-            given = {"scale": torch.tensor(1.0 / (1 + number)), "mode": "plain" if number % 2 else "triple"}
-            if graphed:
-                step(x, y, **given)
-            else:
-                loss(x, y, **given).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        models.append(model)
-    assert_same(*models)
-    assert host_graphs.captures == 2
-
-
-def test_one_tensor_given_twice_has_a_graph_of_its_own(host_graphs):
-    models = []
-    for graphed in (False, True):
-        model = network()
-        optimizer = private(model)
-        loss = lambda x, z, y, model=model: F.cross_entropy(model(x) + model(z), y)  # noqa: E731
-        step = make_graphed_step(loss, optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # two views of a sample
-            for number, (x, y) in enumerate(batches(20)):
-                z = x if number < 6 else x + 1
-                if graphed:
-                    step(x, z, y)
-                else:
-                    loss(x, z, y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        models.append(model)
-    assert_same(*models)
-
-
-def test_a_packed_sequence_is_refused(host_graphs):
-    model = network()
-    step = make_graphed_step(loss_of(model), private(model))
-    packed = nn.utils.rnn.pack_sequence([torch.randn(3, WIDTH), torch.randn(2, WIDTH)])
-    with pytest.raises(UserError, match="packed sequence"):
-        step(packed, torch.zeros(2))
-
-
-class Counts(nn.Module):
-    """A model that counts its passes: in a buffer that it writes or replaces, or in a number."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.way, self.number, self.layer = way, 0, nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        if self.way == "writes":
-            self.seen += 1.0
-        elif self.way == "replaces":
-            self.seen = self.seen + 1.0
-        else:
-            self.number += 1
-        return self.layer(x)
-
-
-def test_a_buffer_that_forward_writes_counts_replays(host_graphs):
-    by_loop, by_graph = Counts("writes"), Counts("writes")
-    trained_by_loop(by_loop, private(by_loop), list(batches()))
-    step, _ = trained_by_graph(by_graph, private(by_graph), list(batches()))
-    assert float(by_graph.seen) == float(by_loop.seen)
-    assert step.replays
-
-
-@pytest.mark.parametrize(("way", "name"), [("replaces", "seen"), ("counts", "number")])
-def test_what_only_python_can_change_is_refused_by_name(host_graphs, way, name):
-    model = Counts(way)
-    with pytest.raises(UserError, match=name):
-        trained_by_graph(model, private(model), list(batches()))
-
-
 # -- other steps in between --------------------------------------------------------------------------------------------
 
 
@@ -356,11 +199,11 @@ def test_a_backward_pass_by_hand_is_added_to(host_graphs):
         optimizer = private(model)
         step = make_graphed_step(loss_of(model), optimizer)
         for number, (x, y) in enumerate(batches(16)):
-            if graphed and number % 8 != 6:
+            if graphed and number % 8 != 4:
                 step(x, y)
                 continue
             loss_of(model)(x, y).backward()
-            if number % 8 != 6:
+            if number % 8 != 4:
                 optimizer.step()
                 optimizer.zero_grad()
         models.append(model)
@@ -400,16 +243,37 @@ def test_norms_that_were_taken_are_not_written_again(host_graphs):
     assert step.replays >= 4
 
 
-def test_a_replay_reads_no_counter_from_the_device(host_graphs, monkeypatch):
+def without_python(step):
+    """Let replays run no Python at all, as those of a graph, and none be looked at."""
+    step.engine.rehearsals.schedule.pause()
+    for captured in step._captured.values():
+        captured._replay = lambda: None
+
+
+def test_a_parameter_s_hook_is_refused_before_a_replay(host_graphs):
     model = network()
     step = make_graphed_step(loss_of(model), private(model))
     data = list(batches(7))
     for x, y in data[:6]:
         step(x, y)
+    without_python(step)
+    model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError, match="gradient hook"):
+        step(*data[6])
+
+
+def test_a_replay_reads_no_counter_from_the_device(host_graphs, monkeypatch):
+    model = network()
+    step = make_graphed_step(loss_of(model), private(model))
+    data = list(batches(8))
+    for x, y in data[:6]:
+        step(x, y)
     before = step.replays
+    without_python(step)
     monkeypatch.setattr(torch.Tensor, "__int__", lambda self: pytest.fail("waits for the device"))
-    step(*data[6])
-    assert step.replays == before + 1
+    for x, y in data[6:]:
+        step(x, y)
+    assert step.replays == before + 2
 
 
 def test_a_capture_reads_no_counter_from_the_device(host_graphs, monkeypatch):
@@ -442,66 +306,3 @@ def test_a_key_serves_one_replay(host_graphs, fused):
     if fused:
         captured._replay()
         assert all(parameter.isnan().all() for parameter in model.parameters())
-
-
-# -- rules and rows ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clipping", ["normalised", "psac", "adaptive"])
-def test_other_rules_are_those_of_the_loop(host_graphs, clipping):
-    def make(model):
-        optimizer = private(model, clipping=clipping)
-        optimizer.engine.clip.count_noise = lambda: 0.0  # drawn from the operating system
-        return optimizer
-
-    assert_trains_alike(host_graphs, make, batches)
-
-
-def test_rows_of_one_sample_are_those_of_the_loop(host_graphs):
-    def make(model):
-        engine = FlashEngine(model, max_grad_norm=0.5, rows_per_sample=2)
-        noise = torch.Generator().manual_seed(5)
-        options = {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "expected_batch_size": 2}
-        return DPFlashOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), engine=engine, generator=noise, **options)
-
-    step = assert_trains_alike(host_graphs, make, batches)
-    assert step.engine.norms.shape == (2,)
-
-
-def test_rows_of_one_user_run_eagerly(host_graphs):
-    model = network()
-    optimizer = private(model)
-    step = make_graphed_step(loss_of(model), optimizer)
-    for number, (x, y) in enumerate(batches()):
-        if number > CHANGED:
-            optimizer.engine.group_rows(torch.arange(len(x)) // 2)
-        step(x, y)
-        assert len(optimizer.engine.norms) == (2 if number > CHANGED else 4)
-
-
-def test_rows_that_the_loss_groups_are_refused_in_a_graph(host_graphs):
-    model = network()
-    optimizer = private(model)
-
-    def loss(x, y):
-        found = F.cross_entropy(model(x), y)
-        optimizer.engine.group_rows(torch.arange(len(x)) // 2)
-        return found
-
-    step = make_graphed_step(loss, optimizer)
-    with pytest.raises(UserError, match="group_rows"):
-        for x, y in batches():
-            step(x, y)
-
-
-def test_a_table_that_a_graph_reads_outlives_the_cache_that_made_it():
-    @device_cache(1)
-    def table(size):
-        return torch.arange(size)
-
-    first, capture = table(3), OwnCapture(torch.device("cpu"))
-    with capturing(capture):
-        assert table(3) is first
-    table(4)  # drops it from the cache
-    assert table(3) is not first
-    assert capture.kept == [first]

@@ -261,7 +261,7 @@ def test_rounded_products_are_summed_as_their_norms_saw_them(
 ) -> None:
     """The factor multiplies the rounded product; nothing is rounded with the factor in it."""
     round_products(monkeypatch)
-    monkeypatch.setattr(module, "PRODUCT_BYTES", 2 * 4 * 5 * 9)
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 2 * 4 * 5 * 9)
     g, x = operands(5, 6, 5, 9, dtype)
     scale = torch.tensor([0.3, 0.0, 1.7, 2.0**-101, 0.9])
     g[1], x[3] = torch.nan, torch.inf

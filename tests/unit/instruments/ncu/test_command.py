@@ -68,9 +68,9 @@ class TestFinding:
         assert find_ncu() is None
 
 
-def test_the_version_is_read_from_what_ncu_prints(stand_in_ncu):
-    assert ncu_version(str(stand_in_ncu().path)) == "2025.3.1"
-    assert ncu_version(str(stand_in_ncu(version="something else").path)) is None
+def test_the_version_is_read_from_what_ncu_prints(fake_ncu):
+    assert ncu_version(str(fake_ncu().path)) == "2025.3.1"
+    assert ncu_version(str(fake_ncu(version="something else").path)) is None
     assert ncu_version("no-such-ncu") is None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, GPU_TIME
 from dpscope.instruments.ncu.reading import UnreadableReport, find_phase, parse_raw_csv, read_report
-from tests.stand_ins.ncu import raw_csv
+from tests.fake_tools.ncu import raw_csv
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,10 @@ def test_kernels_are_rows_in_order_of_launch(ncu_captures):
     assert sum(action.metrics[DRAM_READ] for action in actions) == 1_623_529_728
 
 
-def test_ncu_and_the_package_read_the_same(ncu_captures, stand_in_ncu):
+def test_ncu_and_the_package_read_the_same(ncu_captures, fake_ncu):
     by_package = read_report(ncu_captures["kernels"])[:40]
     rows = [(action.name, action.metrics, None) for action in by_package]
-    ncu = stand_in_ncu(csv={"any": raw_csv(rows)})
+    ncu = fake_ncu(csv={"any": raw_csv(rows)})
     by_ncu = read_report(ncu_captures["kernels"])
     assert {"--csv", "--page=raw", "--print-units=base"} <= set(ncu.calls[-1])
     assert [action.metrics[DRAM_READ] for action in by_ncu] == [action.metrics[DRAM_READ] for action in by_package]
@@ -81,8 +81,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         read_report(tmp_path / "gone.ncu-rep")
 
 
-def test_what_ncu_says_of_a_file_it_cannot_read_is_passed_on(tmp_path, stand_in_ncu):
-    stand_in_ncu()
+def test_what_ncu_says_of_a_file_it_cannot_read_is_passed_on(tmp_path, fake_ncu):
+    fake_ncu()
     path = tmp_path / "mine.ncu-rep"
     path.write_bytes(b"hello")
     with pytest.raises(UnreadableReport, match=r"ncu cannot read mine\.ncu-rep \(Failed to load report file\)"):

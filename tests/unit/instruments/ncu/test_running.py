@@ -11,7 +11,7 @@ import pytest
 from dpscope.instruments.ncu.metrics import KERNEL_METRICS, L2_RED, LSU_STORE, RANGE_METRICS, TENSOR_OPS
 from dpscope.instruments.ncu.running import one_pass_metrics, range_command, take_report, try_counters, why_no_counts
 from dpscope.instruments.processes import LIFELINE, run_limited
-from tests.stand_ins.ncu import COUNTED, NO_PERMISSION
+from tests.fake_tools.ncu import COUNTED, NO_PERMISSION
 
 
 def take(ncu, report, program=("true",), limit=30.0, **options):
@@ -29,17 +29,17 @@ def report(tmp_path):
     return tmp_path / "step.ncu-rep"
 
 
-def test_a_report_is_left_and_nothing_is_refused(stand_in_ncu, ncu_captures, report):
+def test_a_report_is_left_and_nothing_is_refused(fake_ncu, ncu_captures, report):
     lines = []
-    taken = take(stand_in_ncu(reports={"range": str(ncu_captures["range"])}), report, on_line=lines.append)
+    taken = take(fake_ncu(reports={"range": str(ncu_captures["range"])}), report, on_line=lines.append)
     assert (taken.failure, taken.refused) == (None, [])
     assert report.read_bytes() == ncu_captures["range"].read_bytes()
     assert "".join(lines) == taken.output == COUNTED
 
 
-def test_metrics_and_options_that_are_not_known_are_dropped_and_named(stand_in_ncu, ncu_captures, report):
+def test_metrics_and_options_that_are_not_known_are_dropped_and_named(fake_ncu, ncu_captures, report):
     plan = {"unknown_metrics": [L2_RED, LSU_STORE], "unknown_options": ["--disable-extra-suffixes"]}
-    ncu = stand_in_ncu(**plan, reports={"range": str(ncu_captures["range"])})
+    ncu = fake_ncu(**plan, reports={"range": str(ncu_captures["range"])})
     taken = take(ncu, report)
     assert taken.failure is None
     assert sorted(taken.refused) == sorted([L2_RED, LSU_STORE, "--disable-extra-suffixes"])
@@ -49,21 +49,21 @@ def test_metrics_and_options_that_are_not_known_are_dropped_and_named(stand_in_n
     assert len(ncu.calls) == 4
 
 
-def test_an_old_report_is_not_taken_for_a_new_one(stand_in_ncu, report):
+def test_an_old_report_is_not_taken_for_a_new_one(fake_ncu, report):
     report.write_bytes(b"of yesterday")
-    taken = take(stand_in_ncu(says={"range": NO_PERMISSION}), report)
+    taken = take(fake_ncu(says={"range": NO_PERMISSION}), report)
     assert not report.exists()
     assert "ERR_NVGPUCTRPERM" in taken.failure
 
 
-def test_without_permission_the_remedy_is_spelled_out(stand_in_ncu, report):
-    taken = take(stand_in_ncu(says={"range": NO_PERMISSION}), report)
+def test_without_permission_the_remedy_is_spelled_out(fake_ncu, report):
+    taken = take(fake_ncu(says={"range": NO_PERMISSION}), report)
     for part in ("NVreg_RestrictProfilingToAdminUsers=0", "/etc/modprobe.d/", "SYS_ADMIN", "root"):
         assert part in taken.failure
 
 
-def test_a_hanging_ncu_is_ended_with_all_it_has_started(stand_in_ncu, report, alive, wait_until):
-    ncu = stand_in_ncu(hangs=True)
+def test_a_hanging_ncu_is_ended_with_all_it_has_started(fake_ncu, report, alive, wait_until):
+    ncu = fake_ncu(hangs=True)
     taken = take(ncu, report, limit=1.5)
     assert "within 2 s and was ended" in taken.failure
     assert "--timeout" in taken.failure
@@ -72,9 +72,9 @@ def test_a_hanging_ncu_is_ended_with_all_it_has_started(stand_in_ncu, report, al
     wait_until(lambda: not any(map(alive, pids)), "ncu and its program are gone", seconds=10)
 
 
-def test_a_program_that_fails_under_ncu_is_said_to_have_failed(stand_in_ncu, report):
+def test_a_program_that_fails_under_ncu_is_said_to_have_failed(fake_ncu, report):
     program = (sys.executable, "-c", "raise SystemExit(7)")
-    taken = take(stand_in_ncu(runs_program=True, says={"range": ""}), report, program)
+    taken = take(fake_ncu(runs_program=True, says={"range": ""}), report, program)
     assert "The application returned an error code (7)" in taken.failure
 
 
@@ -86,8 +86,8 @@ CUT = """==PROF== Profiling "vectorized_elementwise_kernel" - 338: 0%...
 
 
 @pytest.mark.parametrize("may_be_cut", [True, False])
-def test_a_report_that_was_cut_short_counts_only_where_that_was_meant(stand_in_ncu, ncu_captures, report, may_be_cut):
-    ncu = stand_in_ncu(says={"range": CUT}, reports={"range": str(ncu_captures["range"])}, code=1)
+def test_a_report_that_was_cut_short_counts_only_where_that_was_meant(fake_ncu, ncu_captures, report, may_be_cut):
+    ncu = fake_ncu(says={"range": CUT}, reports={"range": str(ncu_captures["range"])}, code=1)
     failure = take(ncu, report, may_be_cut=may_be_cut).failure
     assert failure is None if may_be_cut else "error occurred while trying to profile" in failure
 
@@ -97,8 +97,8 @@ def test_an_ncu_that_cannot_be_run_is_a_failure_like_any_other(tmp_path, report)
     assert "exit code 127" in taken.failure
 
 
-def test_a_metric_that_is_refused_alone_is_the_end_of_it(stand_in_ncu, report):
-    ncu = stand_in_ncu(unknown_metrics=["dram_read_throughput"])
+def test_a_metric_that_is_refused_alone_is_the_end_of_it(fake_ncu, report):
+    ncu = fake_ncu(unknown_metrics=["dram_read_throughput"])
     command = lambda names: range_command(str(ncu.path), ["true"], report, names)  # noqa: E731
     taken = take_report(command, ["dram_read_throughput"], report, limit=30.0)
     assert "Failed to find metric dram_read_throughput" in taken.failure
@@ -127,17 +127,17 @@ def test_each_message_of_ncu_has_its_remedy(printed, says):
 @pytest.mark.parametrize(
     ("says", "trouble"), [("    dram__bytes_read.sum       Mbyte         4.19\n", None), (NO_PERMISSION, "CTRPERM")]
 )
-def test_counters_are_tried_on_one_kernel(stand_in_ncu, says, trouble):
-    found = try_counters(str(stand_in_ncu(says={"range": says}).path))
+def test_counters_are_tried_on_one_kernel(fake_ncu, says, trouble):
+    found = try_counters(str(fake_ncu(says={"range": says}).path))
     assert found is None if trouble is None else trouble in found
 
 
 @pytest.mark.parametrize(
     ("passes", "extras"), [("1 pass", TENSOR_OPS[:1]), ("2 passes", ()), ("no such line", ()), ("11 passes", ())]
 )
-def test_kernels_are_asked_only_for_what_fits_in_one_pass(stand_in_ncu, passes, extras):
+def test_kernels_are_asked_only_for_what_fits_in_one_pass(fake_ncu, passes, extras):
     says = f'==PROF== Profiling "vectorized_elementwise_kernel" - 0: 0%....50%....100% - {passes}\n'
-    found = one_pass_metrics(str(stand_in_ncu(says={"range": says}).path), TENSOR_OPS[0])
+    found = one_pass_metrics(str(fake_ncu(says={"range": says}).path), TENSOR_OPS[0])
     assert found == (*KERNEL_METRICS, *extras)
 
 

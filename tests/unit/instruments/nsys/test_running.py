@@ -24,8 +24,8 @@ from dpscope.instruments.nsys.command import (
     shell_line,
 )
 from dpscope.instruments.nsys.running import take_capture
-from tests.stand_ins import nsys as fake_nsys
-from tests.stand_ins.nsys_exports import a_step
+from tests.fake_tools import nsys as fake_nsys
+from tests.fake_tools.nsys_exports import a_step
 
 ANY = Nsys("nsys", "2025.3.1", frozenset())
 

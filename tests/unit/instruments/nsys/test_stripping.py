@@ -13,7 +13,7 @@ from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.stripping import strip
 from dpscope.instruments.nsys.summary import summarise_timeline
 from tests import DATA
-from tests.stand_ins.nsys_exports import a_step
+from tests.fake_tools.nsys_exports import a_step
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dpscope.results.payloads.nsys import NsysPayload
 from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES
 from tests import DATA
-from tests.stand_ins.nsys_exports import AUTOGRAD, MAIN, Export, a_step
+from tests.fake_tools.nsys_exports import AUTOGRAD, MAIN, Export, a_step
 
 REAL = DATA / "nsys_step.sqlite"  # one step on an H200, without NVTX ranges
 

@@ -13,7 +13,7 @@ from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.text import summary
 from dpscope.reports.trace.nsys_text import agreement
-from tests.stand_ins.nsys_exports import a_step
+from tests.fake_tools.nsys_exports import a_step
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A row of `dpscope ncu` in this process: counted by a stand-in for ncu, or estimated with the reason why."""
+"""A row of `dpscope ncu` in this process: counted by a fake ncu, or estimated with the reason why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpscope.runner import environment, ranged_step, steps
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.measurements import ncu as measurement
 from dpscope.runner.measurements.ncu import measure_ncu
-from tests.stand_ins.ncu import COUNTED, NO_PERMISSION, raw_csv
+from tests.fake_tools.ncu import COUNTED, NO_PERMISSION, raw_csv
 
 GUESS = {
     "dram_read_bytes": 1_000,
@@ -42,7 +42,7 @@ def machine(monkeypatch):
     estimate.estimate_traffic = lambda step, *, device: {**GUESS}
     monkeypatch.setitem(sys.modules, "dpscope.instruments.estimate", estimate)
     monkeypatch.setattr(steps, "assemble", lambda spec: (Trainer(), [None]))
-    monkeypatch.setattr("dpscope.instruments.ceilings.measure_ceilings", lambda device: {"how": "a stand-in"})
+    monkeypatch.setattr("dpscope.instruments.ceilings.measure_ceilings", lambda device: {"how": "a fake"})
     monkeypatch.setattr(measurement, "count_launches", lambda step: 3)
     monkeypatch.setattr(environment, "collect", lambda device: {"gpu": "NVIDIA H200"})
     return estimate
@@ -71,8 +71,8 @@ def reports(ncu_captures):
     return {kind: str(path) for kind, path in ncu_captures.items()}
 
 
-def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    stand_in_ncu(csv=CSV, reports=reports)
+def test_a_step_is_counted(machine, fake_ncu, spec_of, reports, tmp_path):
+    fake_ncu(csv=CSV, reports=reports)
     result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert result.ok
     seen = result.ncu
@@ -83,20 +83,20 @@ def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
     assert seen["metrics"][DRAM_READ] == 1000
     assert seen["missing"] == {}
     assert seen["kernels"] == {}
-    assert seen["ceilings"] == {"how": "a stand-in"}
+    assert seen["ceilings"] == {"how": "a fake"}
     assert result.files == {"Nsight Compute report of the step": "step.ncu-rep"}
     assert (tmp_path / "row" / "step.ncu-rep").exists()
 
 
-def test_the_estimate_stands_beside_a_measurement(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    stand_in_ncu(csv=CSV, reports=reports)
+def test_the_estimate_stands_beside_a_measurement(machine, fake_ncu, spec_of, reports, tmp_path):
+    fake_ncu(csv=CSV, reports=reports)
     seen = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["estimate"] == GUESS
     assert seen["traffic"]["l2_to_sm_bytes"] == 32 * 1000  # measured figures stay
 
 
-def test_the_command_can_be_repeated_by_hand(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    ncu = stand_in_ncu(csv=CSV, reports=reports)
+def test_the_command_can_be_repeated_by_hand(machine, fake_ncu, spec_of, reports, tmp_path):
+    ncu = fake_ncu(csv=CSV, reports=reports)
     command = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu["command"]
     assert command[0] == str(ncu.path)
     assert "--replay-mode=app-range" in command
@@ -104,8 +104,8 @@ def test_the_command_can_be_repeated_by_hand(machine, stand_in_ncu, spec_of, rep
     assert ranged_step.RunSpec.from_dict(measurement.json.loads(command[-1])) == spec_of()
 
 
-def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    ncu = stand_in_ncu(csv=CSV, reports=reports)
+def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, fake_ncu, spec_of, reports, tmp_path):
+    ncu = fake_ncu(csv=CSV, reports=reports)
     seen = measure_ncu(spec_of(metrics="l2_read_throughput,sm__more.avg"), no_progress, tmp_path / "row").ncu
     asked = next(part for part in ncu.calls[1] if part.startswith("--metrics="))
     assert asked.endswith(",sm__more.avg")
@@ -113,17 +113,17 @@ def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, stand_in_ncu, s
     assert seen["missing"]["sm__more.avg"] == "the report does not hold it"
 
 
-def test_what_the_gpu_does_not_have_is_dropped_and_named(machine, stand_in_ncu, spec_of, reports, tmp_path):
+def test_what_the_gpu_does_not_have_is_dropped_and_named(machine, fake_ncu, spec_of, reports, tmp_path):
     counts = {name: value for name, value in COUNTS.items() if name != L2_TEX_READ} | {XBAR_READ: 500.0}
-    stand_in_ncu(csv={"any": raw_csv([("range", counts, None)])}, reports=reports, unknown_metrics=[L2_TEX_READ])
+    fake_ncu(csv={"any": raw_csv([("range", counts, None)])}, reports=reports, unknown_metrics=[L2_TEX_READ])
     seen = measure_ncu(spec_of(metrics="xbar"), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert "does not know it" in seen["missing"][L2_TEX_READ]
     assert seen["traffic"]["l2_to_sm_bytes"] == 500  # at the crossbar, since L2 does not tell
 
 
-def test_kernels_are_counted_one_by_one_on_request(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    ncu = stand_in_ncu(csv=CSV, reports=reports)
+def test_kernels_are_counted_one_by_one_on_request(machine, fake_ncu, spec_of, reports, tmp_path):
+    ncu = fake_ncu(csv=CSV, reports=reports)
     result = measure_ncu(spec_of(per_kernel=True, kernel="nvjet", budget=33.0), no_progress, tmp_path / "row")
     kernels = result.ncu["kernels"]
     assert [(row["phase"], row["calls"], row["dram_read_bytes"]) for row in kernels["rows"]] == [
@@ -138,9 +138,9 @@ def test_kernels_are_counted_one_by_one_on_request(machine, stand_in_ncu, spec_o
     assert set(result.files.values()) == {"step.ncu-rep", "kernels.ncu-rep"}
 
 
-def test_kernels_that_could_not_be_counted_cost_the_row_nothing_else(machine, stand_in_ncu, spec_of, reports, tmp_path):
+def test_kernels_that_could_not_be_counted_cost_the_row_nothing_else(machine, fake_ncu, spec_of, reports, tmp_path):
     says = {"range": COUNTED, "kernels": OUT_OF_MEMORY}
-    stand_in_ncu(csv=CSV, reports={"range": reports["range"]}, says=says)
+    fake_ncu(csv=CSV, reports={"range": reports["range"]}, says=says)
     seen = measure_ncu(spec_of(per_kernel=True), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert seen["kernels"] == {}
@@ -157,10 +157,10 @@ def test_kernels_that_could_not_be_counted_cost_the_row_nothing_else(machine, st
     ],
 )
 def test_where_ncu_cannot_count_the_row_is_an_estimate_that_says_why(
-    machine, stand_in_ncu, spec_of, reports, tmp_path, monkeypatch, plan, reason
+    machine, fake_ncu, spec_of, reports, tmp_path, monkeypatch, plan, reason
 ):
     monkeypatch.setenv(ROW_SECONDS, "2")
-    stand_in_ncu(**{name: reports if value is None else value for name, value in plan.items()})
+    fake_ncu(**{name: reports if value is None else value for name, value in plan.items()})
     result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert result.ok
     seen = result.ncu
@@ -186,27 +186,27 @@ def test_who_wants_no_estimate_gets_none(machine, no_ncu, spec_of, tmp_path):
         measure_ncu(spec_of(require_measured=True), no_progress, tmp_path / "row")
 
 
-def test_a_step_that_runs_out_of_memory_under_ncu_is_a_row_that_did(machine, stand_in_ncu, spec_of, tmp_path):
-    stand_in_ncu(says={"range": OUT_OF_MEMORY}, code=1)
+def test_a_step_that_runs_out_of_memory_under_ncu_is_a_row_that_did(machine, fake_ncu, spec_of, tmp_path):
+    fake_ncu(says={"range": OUT_OF_MEMORY}, code=1)
     result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert (result.status, result.reason[:29]) == ("oom", "under ncu: out of GPU memory ")
 
 
-def test_an_estimate_that_fails_beside_a_measurement_is_named(machine, stand_in_ncu, spec_of, reports, tmp_path):
+def test_an_estimate_that_fails_beside_a_measurement_is_named(machine, fake_ncu, spec_of, reports, tmp_path):
     def fail(step, *, device):
         raise RuntimeError("a strange operator")
 
     machine.estimate_traffic = fail
-    stand_in_ncu(csv=CSV, reports=reports)
+    fake_ncu(csv=CSV, reports=reports)
     seen = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert seen["estimate"] == {}
     assert "a strange operator" in seen["missing"]["estimate"]
 
 
-def test_progress_follows_the_runs_of_the_program(machine, stand_in_ncu, spec_of, reports, tmp_path):
+def test_progress_follows_the_runs_of_the_program(machine, fake_ncu, spec_of, reports, tmp_path):
     stages = []
-    stand_in_ncu(csv=CSV, reports=reports)
+    fake_ncu(csv=CSV, reports=reports)
     measure_ncu(spec_of(), lambda stage, done, total: stages.append(stage), tmp_path / "row")
     assert stages == ["under ncu", "under ncu, 1 runs done", "ceilings and estimate"]
 

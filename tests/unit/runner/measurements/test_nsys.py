@@ -16,8 +16,8 @@ from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.ranged_step import program
 from dpscope.workloads.configs import find_workload
-from tests.stand_ins import nsys as fake_nsys
-from tests.stand_ins.nsys_exports import Export, a_step
+from tests.fake_tools import nsys as fake_nsys
+from tests.fake_tools.nsys_exports import Export, a_step
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A stand-in for ncu where there is no GPU: it prints what the real one printed, and leaves a report of the real one.
+"""A fake ncu, for machines without a GPU: it prints what the real one printed, and leaves a report of the real one.
 
 `plan` says how it behaves; the messages are those of ncu 2025.3.1 and of reports by its users.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.stand_ins.python_script import FIRST_LINES
+from tests.fake_tools.python_script import FIRST_LINES
 
 VERSION = """NVIDIA (R) Nsight Compute Command Line Profiler
 Copyright (c) 2018-2025 NVIDIA Corporation
@@ -73,7 +73,7 @@ sys.exit(plan["code"] or code)
 )
 
 
-class StandIn:
+class FakeNcu:
     """The path of an executable, and what it was asked."""
 
     def __init__(self, folder: Path, **plan: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.stand_ins.python_script import FIRST_LINES
+from tests.fake_tools.python_script import FIRST_LINES
 
 VERSION = "NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0"
 
