@@ -152,7 +152,7 @@ class Contribution:
         """Return squared norms, (B,), without keeping per-sample gradients."""
         raise NotImplementedError
 
-    def add_norm(self, norms: Norms) -> None:
+    def add_norm(self, norms: NormAdder) -> None:
         """Add the squared norms to those of other parameters."""
         norms.add(self.norms_squared())
 
@@ -161,7 +161,7 @@ class Contribution:
         raise NotImplementedError
 
 
-class Norms(Protocol):
+class NormAdder(Protocol):
     """Sum of squared norms over parameters (norms.py), which takes some contributions many at a time."""
 
     def add(self, norms_squared: Tensor) -> None: ...
@@ -206,7 +206,7 @@ class Kept(Contribution):
     def launch_key(self) -> object:
         return Kept
 
-    def add_norm(self, norms: Norms) -> None:
+    def add_norm(self, norms: NormAdder) -> None:
         norms.add_kept(self)
 
     def check_unchanged(self, name: str) -> None:
@@ -397,7 +397,7 @@ class Outer(Saved):
     def kept_product(self) -> Tensor | None:
         return self.materialise() if self.decision.path == KEEP else None
 
-    def add_norm(self, norms: Norms) -> None:
+    def add_norm(self, norms: NormAdder) -> None:
         norms.add_product(self)
 
     def rank1_norms_squared(self) -> Tensor:
@@ -484,7 +484,7 @@ class Lookup(Saved):
     def norms_squared(self) -> Tensor:
         return kept_norms_squared([self.added_up()[1]])
 
-    def add_norm(self, norms: Norms) -> None:
+    def add_norm(self, norms: NormAdder) -> None:
         norms.add_lookup(self)
 
     def add_into(self, table: Tensor) -> None:

@@ -18,7 +18,7 @@ from dpscope.flash.gradients.combination import cross_terms, place_of, tied_norm
 from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.gradients.paths import DIRECT, GRAM, RANK1, exact_path
 from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
-from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
@@ -50,8 +50,8 @@ class NormSum:
 
     def __init__(self, batch: int, device: torch.device) -> None:
         # float64 costs nothing for so few numbers; MPS has none.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.total = torch.zeros(batch, dtype=dtype, device=device)
+        self._zeros = (batch, torch.float32 if device.type == "mps" else torch.float64, device)
+        self._total: Tensor | None = None
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
         self._reads_tf32 = reads_tf32(device)
@@ -60,8 +60,19 @@ class NormSum:
         self._kept: list[Tensor] = []
         self._squares: list[Tensor] = []
 
+    @property
+    def total(self) -> Tensor:
+        """Sum so far, (B,)."""
+        if self._total is None:
+            batch, dtype, device = self._zeros
+            self._total = torch.zeros(batch, dtype=dtype, device=device)
+        return self._total
+
     def add(self, norms_squared: Tensor) -> None:
-        self.total += norms_squared.to(self.total)
+        if self._total is None:
+            self._total = norms_squared.to(self._zeros[1], copy=True)
+        else:
+            self._total += norms_squared.to(self._total)
 
     def add_all(self, parts: list[tuple[Contribution, ...]]) -> None:
         """Count the contributions of every parameter, and replace them by what is kept from now on."""
@@ -138,18 +149,28 @@ class NormSum:
 
     def result(self) -> Tensor:
         """Return squared norms, (B,). Samples with inf or NaN are left out of the step later."""
-        units = [
-            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
-            for x, gs in self._sharing.values()
-        ] + self._lookups
+        units = self.take_units()
         if units:
             self.add(gram_norms_squared(units))
         if self._kept:
             self.add(kept_norms_squared(self._kept))
         if self._squares:
             self.add(torch.cat(self._squares, 1).sum(1))
-        self._sharing, self._truncated, self._lookups, self._kept, self._squares = {}, {}, [], [], []
+        self._kept, self._squares = [], []
         return self.total
+
+    def take_units(self) -> list[GramUnit]:
+        """Take the Gram units that wait."""
+        units = [
+            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
+            for x, gs in self._sharing.values()
+        ] + self._lookups
+        self._sharing, self._truncated, self._lookups = {}, {}, []
+        return units
+
+    @property
+    def is_empty(self) -> bool:
+        return self._total is None and not (self._sharing or self._lookups or self._kept or self._squares)
 
 
 class GroupedNorms:
@@ -197,8 +218,14 @@ class GroupedNorms:
 
     def result(self) -> Tensor:
         """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
+        if self._groups > 1:  # units of all groups in one launch
+            waiting = [(group, unit) for group, each in self._sums.items() for unit in each.take_units()]
+            norms = gram_norms_apart([unit for _, unit in waiting]) if waiting else []
+            for (group, _), squared in zip(waiting, norms, strict=True):
+                self.add_row(group, squared)
         for group, each in self._sums.items():
-            self.add_row(group, each.result())
+            if not each.is_empty:
+                self.add_row(group, each.result())
         if not self._rows:
             self._rows[0] = NormSum(self._batch, self._device).total
         total = in_groups(self._rows, self._groups)

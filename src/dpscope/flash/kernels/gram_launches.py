@@ -60,7 +60,7 @@ def launch_gram(
     device: torch.device,
     tiles: GramTiles | None,
 ) -> list[Tensor]:
-    """Launch once for the units of each kind. Return (B,) float64 for each kind."""
+    """Launch once for the units of each kind. Return (units, B) float64 for each kind."""
     tables = _tables_of(plans, units, pointers, device)
     return [
         _launch_kind(plan, units, of_kind, batch, device, tiles or choose_tiles(plan.kind, device))
@@ -123,7 +123,7 @@ def _read_of(unit: GramUnit) -> list[Tensor]:
 
 
 def _finish_on_device(kind: UnitKind, tables: UnitTables, sums: Tensor) -> Tensor:
-    """Add up sums (3, units, B) to squared norms (B,) in float64, without waiting for the device."""
+    """Turn sums (3, units, B) into squared norms (units, B) in float64, without waiting for the device."""
     _, units, batch = sums.shape
     sums = sums.contiguous()
     squares = torch.empty((units, batch), dtype=torch.float64, device=sums.device)
@@ -141,4 +141,4 @@ def _finish_on_device(kind: UnitKind, tables: UnitTables, sums: Tensor) -> Tenso
             num_warps=4,
         )
     announce(lambda: Launch(name=_gram_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
-    return squares.sum(0)
+    return squares

@@ -66,6 +66,22 @@ def gram_norms_squared(
 
     Units share B; T, widths and dtypes may differ. `tiles` forces a configuration (for measurements).
     """
+    parts = [squares for _, squares in _squares_of(units, backend, tiles)]
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum(0)
+
+
+def gram_norms_apart(units: Sequence[GramUnit], *, backend: Backend = "auto") -> list[Tensor]:
+    """Return ‖Σ_t g_t x_tᵀ‖² for each sample, (B,) float64, of each unit by itself."""
+    found: dict[int, Tensor] = {}
+    for members, squares in _squares_of(units, backend, None):
+        found.update(zip(members, squares.unbind(), strict=True))
+    return [found[at] for at in range(len(units))]
+
+
+def _squares_of(
+    units: Sequence[GramUnit], backend: Backend, tiles: GramTiles | None
+) -> list[tuple[Sequence[int], Tensor]]:
+    """Return squared norms, (units, B), of units of each kind, and their numbers."""
     if not units:
         raise ValueError("gram_norms_squared needs at least one unit")
     device = units[0].gs[0].device
@@ -78,11 +94,12 @@ def gram_norms_squared(
         plans, pointers = plan_units(units, batch)
         by_kernel = [_is_launched(plan.kind, batch, device, backend) for plan in plans]
     launched = list(compress(plans, by_kernel))
-    parts = launch_gram(launched, units, pointers, batch, device, tiles) if launched else []
+    squares = launch_gram(launched, units, pointers, batch, device, tiles) if launched else []
+    parts: list[tuple[Sequence[int], Tensor]] = list(zip((plan.members for plan in launched), squares, strict=True))
     for plan, chosen in zip(plans, by_kernel, strict=True):
         if not chosen:
-            parts.append(_gram_norms_torch([units[member] for member in plan.members]))
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+            parts.append((plan.members, _gram_norms_torch([units[member] for member in plan.members])))
+    return parts
 
 
 def _is_launched(kind: UnitKind, batch: int, device: torch.device, backend: Backend) -> bool:
@@ -149,11 +166,11 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
 
 
 def _gram_norms_torch(units: list[GramUnit]) -> Tensor:
-    """Compute the same with torch: (B,) float64."""
+    """Compute the same with torch: (units, B) float64."""
     rounded = operand_rounding(units[0].gs[0].device) > 0.0  # float32 operands would be: the norms are of exact ones
     if rounded or any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
         wide = [_floored(_sums_by_torch(unit, torch.float64), FLOOR_FLOAT64) for unit in units]
-        return torch.stack(wide).sum(0)
+        return torch.stack(wide)
     sums = torch.stack([_sums_by_torch(unit, torch.float32) for unit in units], 1)
     squares = torch.stack([_floored(each.double(), FLOOR) for each in sums.unbind(1)])
     again = ~(sums.isfinite().all(0) & (sums[2].double().square() <= NEGLIGIBLE * sums[0]))
@@ -163,7 +180,7 @@ def _gram_norms_torch(units: list[GramUnit]) -> Tensor:
         gs, xs = (tuple(tensor[chosen].double() for tensor in side) for side in (unit.gs, unit.xs))
         ids = None if unit.ids is None else unit.ids[chosen]
         squares[index, chosen] = _floored(_sums_by_torch(GramUnit(gs, xs, ids, unit.padding_idx), torch.float64), FLOOR)
-    return squares.sum(0)
+    return squares
 
 
 def _floored(sums: Tensor, floor: float) -> Tensor:

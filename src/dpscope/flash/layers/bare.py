@@ -1,9 +1,9 @@
 """Parameters that a module of no family owns itself: followed to the operators that use them.
 
-While the module's forward runs, each of its own parameters is a stand-in, `Bare`, and every torch function that is
+While the module's forward runs, each of its own parameters is a proxy, `Bare`, and every torch function that is
 given one comes to `follow`. There are two kinds of results:
 
-- of parameters and constants alone (a slice, a transpose, a cast, a normalised weight): another stand-in;
+- of parameters and constants alone (a slice, a transpose, a cast, a normalised weight): another proxy;
 - of samples, one row each: an ordinary tensor, y. The operator is a *use* of the parameter, and is treated as a layer:
   y[b] is computed from the parameter and row b of the other operands (tried out on random numbers: bare_use.py), and a
   rehearsal finds out whether row b belongs to sample b alone. Backward gives the use's per-sample gradients.
@@ -29,7 +29,7 @@ from dpscope.errors import UserError
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
-from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.taps.traced import break_graph
 from dpscope.flash.torch_side import dry_run
@@ -38,7 +38,7 @@ from dpscope.flash.torch_side.frames import uncompiled
 from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 
-class Bare(StandIn):
+class Bare(Proxy):
     """Proxy for `plain`, a function of parameters alone, with its history.
 
     Gradients that reach it without a use pass to the parameter, which refuses them.
@@ -78,7 +78,7 @@ _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "req
 
 @uncompiled("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with stand-ins among its operands and return its result."""
+    """Call `func` with proxies among its operands and return its result."""
     name = getattr(func, "__name__", "")
     if name == "__get__":  # p.shape, p.dtype, p.device: asked often
         value = func(args[0].plain)
@@ -167,7 +167,7 @@ class BareTap(TapOfSamples):
         self.roles: dict[Any, BareUse | Constant | Expanded | Unrelated] = {}
         self.constants: set[Any] = set()  # operators that were found to meet nothing of the samples
         self.hooks: Any = None  # on saved tensors, where the module's forward began
-        self._early: _Places | None = None  # stand-ins that a hook has put in place, before forward
+        self._early: _Places | None = None  # proxies that a hook has put in place, before forward
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class BareTap(TapOfSamples):
             if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
                 refuse_replaced(self, key)
         outer, self.hooks = self.hooks, current_hooks()
-        before = self._early or self._put_stand_ins()
+        before = self._early or self._put_proxies()
         self._early = None
         try:
             return self.original(*args, **kwargs)
@@ -190,7 +190,7 @@ class BareTap(TapOfSamples):
             self.hooks = outer
             self._take_off(before)
 
-    def _put_stand_ins(self) -> _Places:
+    def _put_proxies(self) -> _Places:
         before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
         for owned, key, parameter in self.places:
             if parameter.requires_grad:
@@ -208,7 +208,7 @@ class BareTap(TapOfSamples):
     # -- hooks that make weights of the parameters before forward ----------------------------------------------------
 
     def early_hooks(self) -> list[RemovableHandle]:
-        """Put stand-ins in place before the module's own hooks run, where it has some that may derive weights."""
+        """Put proxies in place before the module's own hooks run, where it has some that may derive weights."""
         if not self.module._forward_pre_hooks or self.module is self.engine.model:  # the root's run before it is called
             return []
         self._handles = [
@@ -218,7 +218,7 @@ class BareTap(TapOfSamples):
         return self._handles
 
     def remove_early_hooks(self) -> None:
-        """Remove the hooks, and stand-ins of a call that ended before forward was reached."""
+        """Remove the hooks, and proxies of a call that ended before forward was reached."""
         for handle in self._handles:
             handle.remove()
         self._end_early()
@@ -226,7 +226,7 @@ class BareTap(TapOfSamples):
     def _begin_early(self) -> None:
         self._end_early()  # of a call that was left before forward
         if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
-            self._early = self._put_stand_ins()
+            self._early = self._put_proxies()
 
     def _end_early(self) -> None:
         if self._early is not None:  # forward was not reached
@@ -384,7 +384,7 @@ class BareTap(TapOfSamples):
 
 
 def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
-    """Expand a stand-in with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
+    """Expand a proxy with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
     tap, plain = stand_in.tap, stand_in.plain
     batch = tap.batch()
     rows = plain.shape[0] if plain.dim() else 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.layers.bare_gradients import Operand
-from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.taps import check_backward
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
@@ -26,7 +26,7 @@ class Used(torch.autograd.Function):
         ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
         ctx.leaves, ctx.places = list(leaves), []
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, StandIn):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Proxy):
                 ctx.leaves[place] = leaf.shape
                 ctx.places.append(place)
         if use.saves:
@@ -68,4 +68,4 @@ def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
 
 def operands_of(leaves: list[Any]) -> list[Any]:
     """Return the operands of a use, with proxies replaced by their tensors."""
-    return [Operand(leaf.plain) if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+    return [Operand(leaf.plain) if isinstance(leaf, Proxy) else leaf for leaf in leaves]

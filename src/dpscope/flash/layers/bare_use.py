@@ -32,8 +32,8 @@ from dpscope.flash.layers.row_derivatives import (
     row_forms,
     unknown_of,
 )
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
-from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import TapOfSamples
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -292,7 +292,7 @@ def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
 
 def _row_count(leaf: Any) -> int:
     """Return the number of rows that may be samples, 0 if none may. Rows of parameters count only if they are equal."""
-    if isinstance(leaf, Operand | StandIn):
+    if isinstance(leaf, Operand | Proxy):
         plain = leaf.plain
         return plain.shape[0] if plain.dim() and plain.shape[0] > 1 and plain.stride(0) == 0 else 0
     return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0

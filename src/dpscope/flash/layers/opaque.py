@@ -24,8 +24,8 @@ from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.sample_rows.rehearsal_run import OutputOf
-from dpscope.flash.sample_rows.stand_in import StandIn
 from dpscope.flash.taps.taps import Engine, check_backward
 from dpscope.flash.taps.traced import break_graph
 
@@ -60,13 +60,13 @@ class OpaqueTap(CheckedTap):
         self.output = OutputOf(self)
         self.describe("torch.func.vmap over samples")
 
-    def _parameters_given(self, args: Any, kwargs: Any) -> StandIn | None:
+    def _parameters_given(self, args: Any, kwargs: Any) -> Proxy | None:
         """Return the first argument that is made of parameters."""
-        return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)), None)
+        return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)), None)
 
-    def _derive(self, given: StandIn, args: Any, kwargs: Any) -> Any:
+    def _derive(self, given: Proxy, args: Any, kwargs: Any) -> Any:
         """Run the module once, unchanged: its input has nothing of the samples, so its output depends on parameters."""
-        args, kwargs = pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandIn) else leaf, (args, kwargs))
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, Proxy) else leaf, (args, kwargs))
         with torch.enable_grad():
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)

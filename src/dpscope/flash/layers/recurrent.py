@@ -29,7 +29,7 @@ from dpscope.flash.layers.linear import keep_or_defer
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
-from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.taps import Engine, check_backward
 from dpscope.flash.taps.traced import break_graph
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
@@ -97,7 +97,7 @@ class RecurrentTap(OpaqueTap):
         if isinstance(given, PackedSequence):
             x, lengths = pad_packed_sequence(given)
         else:
-            given = given.samples(module) if isinstance(given, StandIn) else given
+            given = given.samples(module) if isinstance(given, Proxy) else given
             x = given.transpose(0, 1) if module.batch_first else given
             SampleCall(self, (given,), {}).admit()
         states = self._states(x, hx)
@@ -128,7 +128,7 @@ class RecurrentTap(OpaqueTap):
             zeros = x.new_zeros(count, x.shape[1], module.hidden_size)
             return [zeros, zeros] if self.mode == "LSTM" else [zeros]
         states = list(hx) if self.mode == "LSTM" else [hx]
-        return [_with_samples(state, module) if isinstance(state, StandIn) else state for state in states]
+        return [_with_samples(state, module) if isinstance(state, Proxy) else state for state in states]
 
     def _run_layer(
         self, x: Tensor, states: list[Tensor], layer: int, direction: int, lengths: Tensor | None
@@ -307,7 +307,7 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 def _with_samples(state: Tensor, module: nn.Module) -> Tensor:
     """Return a state (layers, B, d) that is made of parameters with a row for each sample, in dimension 1."""
     turned = state.transpose(0, 1)
-    return (turned.samples(module) if isinstance(turned, StandIn) else turned).transpose(0, 1)
+    return (turned.samples(module) if isinstance(turned, Proxy) else turned).transpose(0, 1)
 
 
 def _has_batch(given: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
@@ -92,7 +92,7 @@ class SampleCall:
         names = _argument_names(tap.original, args, kwargs)
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
             leaves, spec = pytree.tree_flatten(value)
-            self.leaves += [leaf.samples(tap.module) if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+            self.leaves += [leaf.samples(tap.module) if isinstance(leaf, Proxy) else leaf for leaf in leaves]
             self.specs.append(spec)
             self.names += [name] * len(leaves)
         self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from dpscope.flash.layers.sample_dims import sample_dims
-from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side.module_state import ModuleState
 
@@ -44,7 +44,7 @@ class UnitTap(TapOfSamples):
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters as its forward finds them: FSDP2 replaces shards by whole ones around it."""
         found = {
-            key: cast("nn.Parameter", p.plain) if isinstance(p, StandIn) else p  # one that is followed elsewhere, too
+            key: cast("nn.Parameter", p.plain) if isinstance(p, Proxy) else p  # one that is followed elsewhere, too
             for key, p in self.module.named_parameters()
         }
         for key, parameter in found.items():

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dpscope.errors import UserError
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST

@@ -21,9 +21,9 @@ from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, wit
 from dpscope.flash.ranks.distributed import refuse_ddp_forward
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
 from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.rehearsal_run import Sampled
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
-from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import CLOSED, StepState
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of
@@ -286,9 +286,9 @@ class ForwardPasses:
 
         def settled(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            if not any(isinstance(leaf, StandIn) for leaf in leaves_in(output)):
+            if not any(isinstance(leaf, Proxy) for leaf in leaves_in(output)):
                 return output
-            return replace_leaves(output, lambda leaf: leaf.samples() if isinstance(leaf, StandIn) else leaf)
+            return replace_leaves(output, lambda leaf: leaf.samples() if isinstance(leaf, Proxy) else leaf)
 
         return settled
 

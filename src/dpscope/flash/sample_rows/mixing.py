@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.sample_rows.rehearsal_run import Buffers, ModelSnapshot, opened_gates
-from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import (
     PUT_BATCH_FIRST,
     RANDOM,

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.mixing import mixing_found, replaced
+from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.sample_rows.rehearsal_run import Key, ModelSnapshot, OutputOf, Run, Sampled, SeenTensor
-from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, apart_from
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in
 

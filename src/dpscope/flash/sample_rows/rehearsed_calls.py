@@ -20,11 +20,11 @@ from torch.overrides import _get_current_function_mode_stack
 from dpscope.errors import UserError
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.mixing import Mixing
+from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.rehearsal import Rehearsal
 from dpscope.flash.sample_rows.rehearsal_run import ParametersUsed, Run, Sampled
 from dpscope.flash.sample_rows.schedule import LookSchedule
 from dpscope.flash.sample_rows.self_test import SelfTest, TestedEngine
-from dpscope.flash.sample_rows.stand_in import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run

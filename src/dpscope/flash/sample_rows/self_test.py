@@ -33,8 +33,8 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
+from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.rehearsal_run import opened_gates, untouched
-from dpscope.flash.sample_rows.stand_in import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.tried_call import RootCall, is_coarse, slices
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState

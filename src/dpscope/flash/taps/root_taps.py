@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.taps.taps import Engine, EngineTap
 from dpscope.flash.torch_side.frames import run_outside
 

@@ -17,9 +17,9 @@ from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.rehearsal_run import Run
 from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
-from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
@@ -257,7 +257,7 @@ class LayerTap(TapOfSamples):
         if not is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
-        if type(x) is not Tensor and isinstance(x, StandIn):
+        if type(x) is not Tensor and isinstance(x, Proxy):
             x = x.samples(self.module)
         parameters = self.parameters
         live = []
@@ -310,7 +310,7 @@ class LayerTap(TapOfSamples):
         """
         index = self.names.index(key)
         slot = self.slots[index]
-        if isinstance(parameter, StandIn) and parameter.plain is self.expected[index][1]:
+        if isinstance(parameter, Proxy) and parameter.plain is self.expected[index][1]:
             return False  # the parameter is used elsewhere, too, and followed there
         if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
             return True
@@ -326,7 +326,7 @@ class LayerTap(TapOfSamples):
         if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
             return self.original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
-        x = x.samples(self.module) if isinstance(x, StandIn) else x
+        x = x.samples(self.module) if isinstance(x, Proxy) else x
         blocks = self.blocks_in(x, run.batch)
         if blocks is not None:
             return self.rehearse(blocks).flatten(0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor, nn
 
 
-class StandIn(Tensor):
+class Proxy(Tensor):
     """Proxy for a tensor that is made of parameters alone (layers/bare.py)."""
 
     plain: Tensor  # the tensor it stands for, with its history
@@ -17,7 +17,7 @@ class StandIn(Tensor):
         raise NotImplementedError
 
     def derive(self, tensor: Tensor) -> Tensor:
-        """Return a stand-in for another tensor that is made of parameters alone."""
+        """Return a proxy for another tensor that is made of parameters alone."""
         raise NotImplementedError
 
 
