@@ -8,7 +8,7 @@ any way are left to torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,12 +48,13 @@ class _Recipe(NamedTuple):
 
 
 class RememberedResults:
-    """Results of a mode's operators."""
+    """Results of a mode's operators. Recipes hold no tensors, so that later modes use them, too."""
+
+    _recipes: ClassVar[dict[Any, tuple[type, list[_Recipe]] | None]] = {}
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._states: dict[torch.device, dict[str, Any]] = {}
-        self._recipes: dict[Any, tuple[type, list[_Recipe]] | None] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Return the result of a call: made anew if it is known, else computed."""

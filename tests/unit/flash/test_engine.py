@@ -173,7 +173,8 @@ def test_max_grad_norm_may_be_changed_between_steps_and_must_be_positive():
 # -- the batch dimension -----------------------------------------------------------------------------------------------
 
 
-def test_a_flattened_batch_is_refused_by_the_layers_name():
+@pytest.mark.parametrize("batch", [3, 4, 8])
+def test_a_flattened_batch_has_a_block_of_rows_for_each_sample(batch):
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,9 +183,13 @@ def test_a_flattened_batch_is_refused_by_the_layers_name():
         def forward(self, x):
             return self.layer(x.flatten(0, 1))
 
-    model = Flat()
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="samples mix"):
-        model(torch.randn(3, 4, 5))
+    model, x = Flat().double(), torch.randn(batch, 4, 5, dtype=torch.float64)
+    truth = run_oracle(model, (x,), lambda model, batch: model(batch[0]).square().sum(), max_grad_norm=0.1)
+    with FlashEngine(model, max_grad_norm=0.1, loss_reduction="sum") as engine:
+        model(x).square().sum().backward()
+        engine.finish()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-9, atol=0)
 
 
 def test_an_input_without_a_batch_dimension_is_refused():

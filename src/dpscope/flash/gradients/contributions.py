@@ -83,7 +83,7 @@ def chunks(count: int, bytes_each: int) -> Iterator[slice]:
 
 
 class Contribution:
-    """Contribution of one use of a parameter, of all samples. Subclasses say how it is held, normed and summed."""
+    """Contribution of one use of a parameter, for all samples. Subclasses define how it is held, normed and summed."""
 
     __slots__ = ()
     kind: ClassVar[str]  # for explain()
