@@ -32,7 +32,7 @@ from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
 
 VERIFIED = (True, False, True)  # of steps before the last: flash clipping verifies the model in it
-ROUNDING = 0.005  # by which peaks of equal steps may differ, because blocks are larger than what they hold
+ROUNDED_BLOCK = 0.005  # by which peaks of equal steps may differ, because blocks are larger than what they hold
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -55,7 +55,7 @@ class StepForecast:
     @property
     def peaks_verifying(self) -> bool:
         """True if the peak is that of flash clipping's verification, and not of a step."""
-        return self.peak_bytes > self.step_bytes * (1 + ROUNDING)
+        return self.peak_bytes > self.step_bytes * (1 + ROUNDED_BLOCK)
 
 
 def forecast_step(
