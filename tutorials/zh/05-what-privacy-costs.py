@@ -246,20 +246,25 @@ DataFrame(lines)
 它并非处处没有代价，也随版本变化。下面是大家常训练的模型，用的是当前版本；这张表与 README 里的相同，由同一个脚本写出：
 
 <!-- headline: begin -->
-一块 NVIDIA H200，bf16，AdamW，2026-11-16（torch 2.11.0, triton 3.6.0, opacus 1.6.0, transformers 5.17.0, peft 0.21.0）。每步时间和显存峰值，相对同一次运行的普通训练：
+一块 NVIDIA H200，bf16，AdamW，2026-11-17（torch 2.11.0, triton 3.6.0, opacus 1.6.0, transformers 5.17.0, peft 0.21.0, opake 0.16.1）。每步时间和显存峰值，相对同一次运行的普通训练：
 
 | 模型，批大小 | 普通训练 | Opacus flat | Opacus ghost | **flash clipping** | 普通训练，编译后 | **flash，编译后** |
 | --- | --- | --- | --- | --- | --- | --- |
-| GPT-2 124M，16 × 512 | 53 ms，11.5 GiB | 2.01×，1.15× | 不支持 | 0.92×，0.99× | 未测 | 未测 |
-| 解码器 1.17B，4 × 1024 | 73 ms，22.7 GiB | 2.58×，1.42× | 3.16×，1.19× | 0.99×，1.14× | 未测 | 未测 |
-| ViT-B/16，批大小 32 | 21 ms，3.5 GiB | 3.68×，2.01× | 5.14×，1.13× | 1.44×，0.91× | 未测 | 未测 |
-| Llama 1.2B，LoRA r=16，8 × 512 | 71 ms，17.0 GiB | 1.10×，1.03× | 1.89×，1.08× | 1.08×，0.98× | 未测 | 未测 |
+| GPT-2 124M，16 × 256 | 42 ms，6.5 GiB | 5.48×，1.62× | 不支持 | 1.58×，1.00× | 0.50×，0.74× | 1.64×，1.00× |
+| Llama 1.2B，LoRA r=16，4 × 1024 | 75 ms，16.9 GiB | 1.65×，1.03× | 2.11×，1.09× | 1.54×，0.99× | 0.71×，0.95× | 1.34×，1.00× |
+| 解码器 1.4B，8 × 1024 | 152 ms，35.3 GiB | 2.37×，1.40× | 2.84×，1.15× | 1.09×，0.96× | 未测 | 未测 |
+| ViT-B/16，批大小 64 | 41 ms，5.7 GiB | 4.14×，2.20× | 4.55×，1.17× | 1.58×，0.92× | 未测 | 未测 |
+| BERT-base，32 × 128 | 44 ms，3.0 GiB | 4.02×，4.14× | 4.93×，1.12× | 1.35×，0.93× | 0.74×，0.92× | 1.60×，1.00× |
+| ResNet-50，批大小 64 | 34 ms，6.8 GiB | 4.21×，1.48× | 4.86×，1.28× | 2.05×，1.00× | 未测 | 未测 |
+| T5-base，16 × 256 | 142 ms，10.0 GiB | 不支持 | 不支持 | 2.26×，0.90× | 未测 | 未测 |
 
-编译后的 flash 相对编译后的普通训练。峰值取所有步，包括 flash clipping 校验模型的第一步。数值大于 1 表示更慢或更占显存。波动见原始数据。命令：`python benchmarks/rivals.py OUT`；[原始数据](../../benchmarks/results/headline.json)。
+编译后的 flash 相对编译后的普通训练。峰值取首步校验之后的步。数值大于 1 表示更慢或更占显存。波动见原始数据。命令：`python benchmarks/rivals.py OUT --budget 470`；[原始数据](../../benchmarks/results/headline.json)。
 
 没有数字的格子：
 
-- GPT-2 124M，16 × 512，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear))。
+- GPT-2 124M，16 × 256，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear))。
+- T5-base，16 × 256，Opacus flat：Opacus cannot train this model: encoder.block.0.layer.0.SelfAttention.relative_attention_bias (Embedding) was given a tensor of shape (256, 256) in a batch of 16 samples, and Opacus takes dimension 0 for the samples: keep the batch first and unfolded, and expand positions to a row for each sample。
+- T5-base，16 × 256，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at decoder.embed_tokens (Embedding))。
 <!-- headline: end -->
 
 小的训练步受主机限制：比值取决于 CPU，编译会有帮助。用 LoRA 时逐样本梯度很小，连 flat 裁剪也不贵。请测量**你自己的**模型。

@@ -166,6 +166,7 @@ class BareTap(TapOfSamples):
         self.places = [(owner._parameters, key, p) for owner, key, p in own_parameters(module)]
         self.roles: dict[Any, BareUse | Constant | Expanded | Unrelated] = {}
         self.constants: set[Any] = set()  # operators that were found to meet nothing of the samples
+        self._found_constant = False
         self.hooks: Any = None  # on saved tensors, where the module's forward began
         self._early: _Places | None = None  # proxies that a hook has put in place, before forward
         self._handles: list[RemovableHandle] = []
@@ -248,7 +249,8 @@ class BareTap(TapOfSamples):
         self.constants.update(found)
         for key in found:
             del self.roles[key]
-        return bool(found)
+        found_before, self._found_constant = self._found_constant, False
+        return bool(found) or found_before
 
     # -- operators ---------------------------------------------------------------------------------------------------
 
@@ -304,6 +306,10 @@ class BareTap(TapOfSamples):
             role = self.roles[key] = found
         elif isinstance(role, BareUse) and not role.fits(leaves, batch):
             again = self._learn(func, leaves, spec, batch)
+            if isinstance(again, Constant):  # it had as many rows, or a multiple of it, by chance
+                self._found_constant = True
+                self.constants.add(key)
+                del self.roles[key]
             if not isinstance(again, BareUse):
                 raise self.cannot_follow(f"{role.called} is given other sizes than before")
             again.known = role.known

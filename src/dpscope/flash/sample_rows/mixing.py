@@ -46,7 +46,8 @@ _FULL_PRECISION = {torch.float32, torch.float64}
 _RERUN = 1e-7  # of the largest element: two runs on the same samples
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
-_CONFIRMED = 1e-6
+_CONFIRMED = 1e-5
+_WIDE_NUMEL = 1 << 26  # larger models are asked in float64 only to confirm a refusal
 _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -100,8 +101,16 @@ class Mixing(TriedCall):
     # -- other samples -----------------------------------------------------------------------------------------------
 
     def draw(self) -> None:
-        """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits."""
+        """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits.
+
+        A model that computes in 16 bits is asked in float64 as well, if it is not too large: rounding hides much there.
+        """
         self._confirmed(self._draw)
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        if self._is_half() and numel <= _WIDE_NUMEL and dry_run.current() is None:
+            refusal = self._in_float64(lambda: self._compare_rows(self.rows(), 0))
+            if isinstance(refusal, UserError):
+                raise refusal
 
     def look_again(self) -> None:
         """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
@@ -131,20 +140,29 @@ class Mixing(TriedCall):
             self._outputs(self.rows(), None)
             return not before.equals(RandomStates.now(devices))
 
+    def _is_half(self) -> bool:
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        devices = {parameter.device.type for parameter in self.model.parameters()}
+        return not dtypes <= _FULL_PRECISION or any(map(torch.is_autocast_enabled, devices))
+
     def _holds_in_float64(self, question: Callable[[], None]) -> bool:
+        return self._in_float64(question) is None
+
+    def _in_float64(self, question: Callable[[], None]) -> Exception | None:
+        """Ask a question with parameters, buffers and arguments in float64; return the error that it ends with."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if not any(tensor.dtype in _ROUNDED for tensor in tensors) or any(map(is_sharded, tensors)):
-            return False
+            return TypeError("nothing to ask in float64")
         outer, self.wide = self.alone, True
         self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
         try:
             with in_float64(tensors):
                 question()
-        except Exception:
-            return False
+        except Exception as error:
+            return error
         finally:
             self.alone, self.wide = outer, False
-        return True
+        return None
 
     def _try_readings(self, further: Callable[[], None]) -> None:
         """Find a reading of the arguments by which samples do not mix, by one check and by `further` ones.

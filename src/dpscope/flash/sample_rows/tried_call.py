@@ -71,8 +71,8 @@ class TriedCall:
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
 
-        Their number is a prime that divides no other size of the arguments, if there is one: positions, or anything
-        else, do not come in as many rows, or multiples of it, by chance.
+        Their number is a prime that divides no other size of the arguments, so that positions, or anything else, do
+        not come in as many rows, or multiples of it, by chance. In a small batch some are taken twice for that.
         """
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
@@ -81,9 +81,10 @@ class TriedCall:
         if not sampled or self.batch in sizes:
             return list(range(self.batch))
         least = min(self.batch, max(3, self.batch // MOST_SHARE))
-        counts = (count for count in range(least, self.batch + 1) if _is_prime(count))
+        counts = (count for count in range(least, 2 * self.batch + 2) if _is_prime(count))
         count = next((count for count in counts if all(size % count for size in sizes)), least)
-        return sorted(RANDOM.sample(range(self.batch), count))
+        again = RANDOM.choices(range(self.batch), k=max(0, count - self.batch))
+        return sorted((*RANDOM.sample(range(self.batch), min(count, self.batch)), *again))
 
     def sampled_leaves(self) -> dict[int, int]:
         """Return the arguments that hold a row for each sample: their id -> dimension."""

@@ -21,7 +21,7 @@ EACH = pytest.mark.parametrize("method", METHODS)
 # A number among an operator's operands (`x / 3.0`) becomes a tensor of one double before the operator begins. One call
 # has one or two; those of AdamW's division are live at the peak of most steps here.
 NUMBER = 8
-RANDOM_STATE = torch.get_rng_state().nbytes  # held while flash verifies its first step; no operator makes it
+RANDOM_STATE = torch.get_rng_state().nbytes  # two are held while flash verifies its first step; no operator makes them
 
 
 @cache
@@ -53,7 +53,7 @@ def test_the_peak_is_what_the_allocators_events_give(method, workload, dtype, op
     live = storage_bytes(tensor for _, _, tensor in _holdings(trainer, batch))
     seen = allocator_peak(lambda: trainer.train_step(batch))
     tracked = tracked_step(*trainer_of(method, workload, dtype=dtype, optimizer=optimizer)).peak_bytes
-    assert live + seen.growth_outside - tracked in (0, NUMBER, RANDOM_STATE)
+    assert live + seen.growth_outside - tracked in (0, NUMBER, RANDOM_STATE, 2 * RANDOM_STATE)
     largest_inside = max(seen.inside.values())
     print(f"inside operators at most {seen.inside}")  # shown where the test fails, and with -s
     assert tracked <= live + seen.growth <= tracked + largest_inside + NUMBER
