@@ -46,8 +46,8 @@ _FULL_PRECISION = {torch.float32, torch.float64}
 _RERUN = 1e-7  # of the largest element: two runs on the same samples
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
-_CONFIRMED = 1e-5
-_WIDE_NUMEL = 1 << 26  # larger models are asked in float64 only to confirm a refusal
+_CONFIRMED = 1e-6
+_WIDE_NUMEL = 1 << 18  # parameters, or elements of outputs, from which float64 serves only to confirm a refusal
 _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -71,6 +71,7 @@ class Mixing(TriedCall):
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
         self._snapshot: ModelSnapshot | None = None
+        self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
@@ -95,6 +96,7 @@ class Mixing(TriedCall):
         output = self.run_on(index, self.alone(), seed=seed, altered=altered)
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
         if not self.wide:
+            self._numel = max(self._numel, sum(each.numel() for each in found))
             self._sizes = [_largest(each) for each in found]
         return found
 
@@ -103,11 +105,11 @@ class Mixing(TriedCall):
     def draw(self) -> None:
         """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits.
 
-        A model that computes in 16 bits is asked in float64 as well, if it is not too large: rounding hides much there.
+        If the model is not too large it is asked in float64 as well, where rounding hides little.
         """
         self._confirmed(self._draw)
-        numel = sum(parameter.numel() for parameter in self.model.parameters())
-        if self._is_half() and numel <= _WIDE_NUMEL and dry_run.current() is None:
+        numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
+        if numel <= _WIDE_NUMEL and dry_run.current() is None:
             refusal = self._in_float64(lambda: self._compare_rows(self.rows(), 0))
             if isinstance(refusal, UserError):
                 raise refusal
@@ -139,11 +141,6 @@ class Mixing(TriedCall):
             before = RandomStates.now(devices)
             self._outputs(self.rows(), None)
             return not before.equals(RandomStates.now(devices))
-
-    def _is_half(self) -> bool:
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        devices = {parameter.device.type for parameter in self.model.parameters()}
-        return not dtypes <= _FULL_PRECISION or any(map(torch.is_autocast_enabled, devices))
 
     def _holds_in_float64(self, question: Callable[[], None]) -> bool:
         return self._in_float64(question) is None

@@ -329,7 +329,9 @@ class RehearsedCalls:
 
     def _mixing(self, call: RootCall) -> Mixing:
         gates = [] if self._is_sharded else self._engine.trained().values()
-        return Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
+        found = Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
+        found.may_repeat = bool(self.followed)  # operators are told apart by their numbers of rows
+        return found
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -66,13 +66,14 @@ class TriedCall:
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
         self.wide = False  # whether it runs in float64
+        self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
 
         Their number is a prime that divides no other size of the arguments, so that positions, or anything else, do
-        not come in as many rows, or multiples of it, by chance. In a small batch some are taken twice for that.
+        not come in as many rows, or multiples of it, by chance. Some are taken twice for that if they `may_repeat`.
         """
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
@@ -81,7 +82,8 @@ class TriedCall:
         if not sampled or self.batch in sizes:
             return list(range(self.batch))
         least = min(self.batch, max(3, self.batch // MOST_SHARE))
-        counts = (count for count in range(least, 2 * self.batch + 2) if _is_prime(count))
+        most = 2 * self.batch + 1 if self.may_repeat else self.batch
+        counts = (count for count in range(least, most + 1) if _is_prime(count))
         count = next((count for count in counts if all(size % count for size in sizes)), least)
         again = RANDOM.choices(range(self.batch), k=max(0, count - self.batch))
         return sorted((*RANDOM.sample(range(self.batch), min(count, self.batch)), *again))
