@@ -30,8 +30,9 @@ class EmbeddingTap(LayerTap):
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         weight = self.parameters["weight"]
         assert weight is not None
-        if self.module.max_norm is not None:
-            refuse_trained(self.name, self.module)
+        module = self.module
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:  # set after it was tapped
+            refuse_trained(self.name, module)
         ctx.save_for_backward(x)
         ctx.padding_idx = self.padding_idx
         return F.embedding(x, weight, ctx.padding_idx)

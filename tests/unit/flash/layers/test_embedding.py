@@ -97,3 +97,14 @@ def test_options_without_a_per_sample_meaning_are_refused_by_name(option):
     with pytest.raises(UserError, match=rf"^0 .*{next(iter(option))}"):
         FlashEngine(model, max_grad_norm=1.0)
     assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize(("option", "value"), [("scale_grad_by_freq", True), ("sparse", True), ("max_norm", 1.0)])
+def test_an_option_that_is_set_later_is_refused_though_no_id_repeats_in_that_step(option, value):
+    model = nn.Sequential(nn.Embedding(64, 4), nn.Linear(4, 3))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model(torch.arange(8).view(8, 1)).sum().backward()
+        engine.finish()
+        setattr(model[0], option, value)
+        with pytest.raises(UserError, match=option):
+            model(torch.arange(8).view(8, 1))
