@@ -239,7 +239,7 @@ def measure(row: Row, device: str) -> tuple[dict[str, Any], list[Loop]]:
         loop.block(WARMUP)
         if private:
             found["by_sample"] = [unit.name for unit in loop.engine.opaque_units()]
-            loop.engine.rehearsals.schedule.pause()
+            loop.engine.verification.schedule.pause()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             loop.block(2)

@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.workloads.built_in import SimpleBigModel
 from dpscope.workloads.configs import TransformerConfig
-from dpscope.workloads.transformer import SimpleBigModel
 
 
 class CheckpointedModel(SimpleBigModel):

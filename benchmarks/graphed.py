@@ -109,10 +109,10 @@ class Loop:
     """One model and its training step. Blocks of a compiled one are compiled before the trainer sees it."""
 
     def __init__(self, row: Row, cell: Cell, *, tiny: bool, whole: bool) -> None:
-        from dpscope.runner.assembly import build
         from dpscope.runner.spec import RunSpec
+        from dpscope.runner.steps import build
         from dpscope.trainers.base import load_trainer
-        from dpscope.trainers.checkpointing import find_blocks
+        from dpscope.trainers.modes import find_blocks
         from dpscope.vocabulary.methods import resolve_method
         from dpscope.workloads.configs import find_workload, make_config, parse_lora, with_lora
 

@@ -35,8 +35,8 @@ from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
 from dpscope.results.store import ResultStore
 from dpscope.runner.spec import RunSpec
+from dpscope.workloads.built_in import SimpleBigModel
 from dpscope.workloads.configs import MODEL_SIZES, make_config, parse_lora, with_lora
-from dpscope.workloads.transformer import SimpleBigModel
 from dpscope.workloads.workload import build_workload
 
 METHODS = ("standard", "flash")

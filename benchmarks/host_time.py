@@ -39,7 +39,7 @@ from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.gradients.paths import FORCEABLE, GRAM
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.trainers.checkpointing import checkpoint_blocks
+from dpscope.trainers.modes import checkpoint_blocks
 from dpscope.workloads.configs import TransformerConfig, WorkloadConfig, make_config
 from dpscope.workloads.workload import build_workload
 
@@ -87,14 +87,14 @@ def leave_out_launches() -> None:
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
     from dpscope.flash.checkpointing import block_reruns
-    from dpscope.flash.sample_rows import rehearsed_calls
+    from dpscope.flash.sample_rows import verification
     from dpscope.flash.update import optimizer
 
     # What no kernel has written is not the same twice.
     block_reruns.BlockReruns._refuse_other_gradients = lambda self, each: None
-    for name in ("_verify", "_look_again", "_try_rows"):  # they would find that results are wrong numbers
-        setattr(rehearsed_calls.RehearsedCalls, name, lambda self, *call: None)
-    rehearsed_calls.RehearsedCalls.settle = lambda self, unknown, *call: rehearsed_calls._note_known(unknown)
+    for name in ("_verify", "_look_again"):  # they would find that results are wrong numbers
+        setattr(verification.Verification, name, lambda self, *call: None)
+    verification.Verification.settle = lambda self, unknown, *call: verification._note_known(unknown)
     optimizer.use_triton = lambda backend, device, *, served, why_not="": True
 
 

@@ -357,7 +357,7 @@ def _memtracker(spec: RunSpec) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from dpscope.runner.assembly import assemble
+    from dpscope.runner.steps import assemble
 
     with FakeTensorMode():
         trainer, batches = assemble(spec)

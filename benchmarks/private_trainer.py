@@ -45,7 +45,7 @@ def token_data(model: Any, samples: int, length: int) -> list[dict[str, Any]]:
 def plain_loop(*, logical: int, physical: int, length: int, tiny: bool) -> Callable[[int], float]:
     """Return a function that takes steps in a loop of its own, and returns milliseconds a step."""
     from dpscope.flash import PrivacyEngine
-    from dpscope.transformers.losses import sample_losses
+    from dpscope.transformers.steps import sample_losses
 
     where = device()
     model = llama_with_lora(tiny=tiny).train()
@@ -80,7 +80,7 @@ def plain_loop(*, logical: int, physical: int, length: int, tiny: bool) -> Calla
         return 1e3 * (time.perf_counter() - start) / steps
 
     block(WARMUP)
-    optimizer.engine.rehearsals.schedule.pause()
+    optimizer.engine.verification.schedule.pause()
     return block
 
 
@@ -104,7 +104,7 @@ def pairs(
         def on_step_end(self, args: Any, state: Any, control: Any, **also: Any) -> None:
             since = state.global_step - WARMUP
             if since == 0:
-                trainer._optimizer.engine.rehearsals.schedule.pause()
+                trainer._optimizer.engine.verification.schedule.pause()
             if since >= 0 and since % BLOCK == 0:
                 synchronise()
                 if since:

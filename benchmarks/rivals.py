@@ -55,7 +55,7 @@ NO_GPU_AFTER_FORK = 7
 IMPORTED = (
     *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
     *("transformers.models.vit.modeling_vit", "transformers.trainer", "peft", "opacus", "torch._inductor"),
-    *("dpscope.runner.assembly", "dpscope.trainers.flash", "dpscope.trainers.opacus", "dpscope.transformers.trainer"),
+    *("dpscope.runner.steps", "dpscope.trainers.flash", "dpscope.trainers.opacus", "dpscope.transformers.trainer"),
 )
 
 

@@ -111,8 +111,8 @@ class Loop:
     """One model and its training step, on the device."""
 
     def __init__(self, row: Row, cell: Cell, *, tiny: bool) -> None:
-        from dpscope.runner.assembly import assemble
         from dpscope.runner.spec import RunSpec
+        from dpscope.runner.steps import assemble
         from dpscope.workloads.configs import find_workload, make_config, parse_lora, with_lora
 
         name = row.tiny if tiny else row.model

@@ -22,8 +22,8 @@ from typing import Any
 
 import dpscope
 from dpscope.errors import UserError
-from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
+from dpscope.reports.tables import marked
 from dpscope.vocabulary.statuses import OK
 
 MOST_DRAWS = 4  # for each shape that is wanted

@@ -38,7 +38,7 @@ def run_gpu_profile_step(
     )
     import torch
 
-    from dpscope.runner.assembly import make_trainer
+    from dpscope.runner.steps import make_trainer
 
     trainer, batch = make_trainer(spec)
     print(f"Running {WARMUP_STEPS} warm-up steps of {spec.label} ...", flush=True)

@@ -18,9 +18,9 @@ from dpscope.instruments.timing import no_progress
 from dpscope.packages import require
 from dpscope.results.schema import Result, merge_results
 from dpscope.results.store import ResultStore, require_writable, write_atomically
-from dpscope.runner.environment import resolve_device
-from dpscope.runner.launcher import Limits, launch
+from dpscope.runner.measure import resolve_device
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import Limits, launch
 from dpscope.vocabulary.settings import DEVICE_CHOICES, DTYPES
 from dpscope.workloads.configs import TransformerConfig
 

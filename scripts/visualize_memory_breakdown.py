@@ -10,8 +10,8 @@ from pathlib import Path
 
 from door import ends_in_a_sentence
 
-from dpscope.commands.console import files_written
 from dpscope.commands.report import parse_formats
+from dpscope.commands.sweeping import files_written
 from dpscope.comparison import Comparison
 from dpscope.packages import REPORTING, require
 from dpscope.reports.outputs import FIGURES, write_reports

@@ -23,8 +23,8 @@ def aot_eager() -> Iterator[None]:
 
     torch._dynamo.reset()
     with (
-        mock.patch("dpscope.trainers.compilation.torch.compile", compile_without_inductor),
-        mock.patch("dpscope.trainers.compilation.torch_folder", lambda: "/anywhere"),  # nothing is linked
+        mock.patch("dpscope.trainers.modes.torch.compile", compile_without_inductor),
+        mock.patch("dpscope.trainers.modes.torch_folder", lambda: "/anywhere"),  # nothing is linked
     ):
         yield
     torch._dynamo.reset()

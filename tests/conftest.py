@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import DATA, ROOT
-from tests.frozen_imports import pytest_collection_finish  # noqa: F401
+from tests.frozen_imports import freeze_imports, pytest_collection_finish  # noqa: F401
 from tests.made_up import ENVIRONMENT, TINY_SIZES
 from tests.slow import SLOW
 
@@ -88,7 +89,7 @@ def one_torch_thread() -> None:
 def no_seeds_for_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.manual_seed` notes the whole stack for a GPU that may be used later: milliseconds, thousands of times."""
     torch = sys.modules.get("torch")
-    for backend in (torch.cuda, torch.xpu) if torch else ():
+    for backend in (torch.cuda, torch.xpu, torch.mtia) if torch else ():
         if not backend.is_available():
             monkeypatch.setattr(backend, "manual_seed_all", lambda seed: None)
 
@@ -101,6 +102,14 @@ def graphs_are_not_timed_and_collect_no_garbage() -> None:
         vars(guards)["profile_guard_manager"] = lambda *_: 0.0
     if getattr(config, "run_gc_after_compile", False):
         setattr(config, "run_gc_after_compile", False)  # noqa: B010
+
+
+@pytest.fixture(autouse=True)
+def trainers_collect_no_garbage() -> None:
+    """After each training Accelerate looks for cycles among all objects of the process: half of a small training."""
+    memory = sys.modules.get("accelerate.utils.memory")
+    if memory is not None:
+        vars(memory)["gc"] = SimpleNamespace(collect=lambda: 0)
 
 
 @pytest.fixture(autouse=True)

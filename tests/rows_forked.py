@@ -22,7 +22,7 @@ from tests.forked import call_and_exit
 @contextmanager
 def rows_forked() -> Iterator[None]:
     stand_in = SimpleNamespace(Popen=Child, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    with mock.patch("dpscope.runner.launcher.subprocess", stand_in):
+    with mock.patch("dpscope.runner.sweep.subprocess", stand_in):
         yield
 
 

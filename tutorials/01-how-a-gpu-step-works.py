@@ -534,7 +534,7 @@ Flash clipping has become faster since. Lesson 5 comes back to it with all tools
 """
 
 # %%
-from dpscope.reports.time.figures import draw_tradeoff
+from dpscope.reports.time_charts import draw_tradeoff
 
 pictures.show(
     draw_tradeoff(recorded.sweep("page").rows),

@@ -9,7 +9,7 @@ from measurement import FF, LAYERS, VOCABULARY, D, Report, host_ms
 
 from dpscope.flash.kernels import tensor_lists
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
-from dpscope.flash.kernels.noise import add_noise_, noise_values
+from dpscope.flash.kernels.noise import add_noise_
 
 POSITIONS = 1024
 
@@ -66,8 +66,8 @@ def main() -> None:
     report.measure("2^30 floats", "normal_ (torch)", scratch.normal_, nbytes=4 * scratch.numel())
     report.measure(
         "2^30 floats",
-        "noise_values (zeros, then noise)",
-        lambda: noise_values((2**30,), 1, 2, "cuda"),
+        "add_noise_ (zeros, then noise)",
+        lambda: add_noise_([torch.zeros(2**30, device="cuda")], 1.0, 1.0, 1, 2),
         nbytes=12 * 2**30,
     )
     for chunk, block in ((8192, 1024), (32768, 1024), (16384, 2048)):

@@ -12,8 +12,7 @@ from measurement import FF, LAYERS, VOCABULARY, D, Report, host_ms
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
-from dpscope.flash.kernels.gram_tiles import GramTiles
-from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.flash.kernels.gram_units import GramTiles, GramUnit
 
 LONG = [
     GramTiles(128, 128, 64, 8, 3, tma=True),

@@ -11,7 +11,7 @@ from measurement import Report, host_ms, largest_relative_error
 from torch import Tensor
 
 from dpscope.flash.gradients.memory_budget import allocated_on
-from dpscope.flash.kernels import kept_gradients, sample_chunks, tensor_lists
+from dpscope.flash.kernels import kept_gradients, tensor_lists
 from dpscope.flash.kernels.fused_update import fused_adam_
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.tensor_lists import Cut
@@ -59,9 +59,9 @@ def main() -> None:
             error=partial(norms_error, values),
         )
         for chunk, block in product((32768, 65536), (2048, 4096, 8192, 16384)):
-            sample_chunks.SAMPLE_CUT = Cut(chunk, block)
+            kept_gradients.SAMPLE_CUT = Cut(chunk, block)
             report.measure(label, f"norms, {Cut(chunk, block)}", partial(kept_norms_squared, values), nbytes=stored)
-        sample_chunks.SAMPLE_CUT = Cut(32768, 8192)
+        kept_gradients.SAMPLE_CUT = Cut(32768, 8192)
         report.measure(label, "norms by torch", partial(torch_norms, values), nbytes=stored)
         report.measure(label, "sums", partial(kept_sums, values, factors), nbytes=stored + 4 * count)
         report.measure(label, "sums added", partial(kept_sums, values, factors, outs=sums), nbytes=stored + 8 * count)

@@ -1,4 +1,4 @@
-"""The cost model of paths.py against measurement: norm, clipped sum and update of one layer, at shapes from a seed.
+"""The cost model of places.py against measurement: norm, clipped sum and update of one layer, at shapes from a seed.
 
 python benchmarks/kernels/bench_paths.py --seed 7      # 24 shapes in bf16, float32 and TF32: about a minute
 """

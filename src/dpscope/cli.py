@@ -58,21 +58,17 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        _refuse_empty(args[1:])
+        # An empty value is mostly that of a shell variable that was never set.
+        for before, argument in pairwise(["", *args[1:]]):
+            name, equals, value = argument.partition("=")
+            if not argument or (equals and not value and name.startswith("-")):
+                what = name or (before if before.startswith("-") else "an argument")
+                raise UserError(f"{what} is empty: give it a value, or leave it out")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         with ends_in_a_sentence():
             return super().invoke(ctx)
-
-
-def _refuse_empty(arguments: list[str]) -> None:
-    """Refuse an empty value, mostly of a shell variable that was never set."""
-    for before, argument in pairwise(["", *arguments]):
-        name, equals, value = argument.partition("=")
-        if not argument or (equals and not value and name.startswith("-")):
-            what = name or (before if before.startswith("-") else "an argument")
-            raise UserError(f"{what} is empty: give it a value, or leave it out")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -15,19 +15,17 @@ from dpscope.packages import MEASURING, require
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports import export
 from dpscope.reports.against.data import Against, set_against
+from dpscope.reports.export import to_latex
 from dpscope.reports.findings import list_findings
-from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.text import summary
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, Skipped, new_folder, write_atomically
-from dpscope.runner.launcher import Limits
-from dpscope.runner.planning import plan_sweep
-from dpscope.runner.preflight import require_measurable
+from dpscope.runner.planning import plan_sweep, require_measurable
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.sweep import SweepObserver, open_store, run_sweep
+from dpscope.runner.sweep import Limits, SweepObserver, open_store, run_sweep
 from dpscope.runner.worker import refuse_in_child
 from dpscope.vocabulary.methods import methods, resolve_method
 from dpscope.workloads.configs import WorkloadConfig

@@ -54,7 +54,14 @@ def ends_in_a_sentence() -> Iterator[None]:
         ending = ending_of(error)
         if ending is None:
             raise
-        _leave(ending)
+        try:
+            _flush()
+        except OSError:  # the interpreter would try once more at its end, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if ending.sentence:
+            with contextlib.suppress(OSError, ValueError):
+                print(ending.sentence, file=sys.stderr, flush=True)
+        raise SystemExit(ending.code) from None
 
 
 def leave(ok: bool) -> NoReturn:
@@ -80,14 +87,10 @@ def _reason_of(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno:
-        return _refused_by_system(error)
+        if error.filename is None and _stdout_is_broken():
+            return f"cannot write to standard output: {error.strerror}"
+        return f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
     return explain_import_error(error) if isinstance(error, ImportError) else None
-
-
-def _refused_by_system(error: OSError) -> str:
-    if error.filename is None and _stdout_is_broken():
-        return f"cannot write to standard output: {error.strerror}"
-    return f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
 
 
 def _stdout_is_broken() -> bool:
@@ -103,17 +106,6 @@ def _flush() -> None:
     """Flush the streams now: at the interpreter's end a failure would print its own message and exit with 120."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
-
-
-def _leave(ending: Ended) -> NoReturn:
-    try:
-        _flush()
-    except OSError:  # the interpreter would try once more at its end, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if ending.sentence:
-        with contextlib.suppress(OSError, ValueError):
-            print(ending.sentence, file=sys.stderr, flush=True)
-    raise SystemExit(ending.code) from None
 
 
 @contextlib.contextmanager

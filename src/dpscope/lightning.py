@@ -72,7 +72,9 @@ class PrivateTraining(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make everything private. At this point optimizers exist, and no batch was loaded yet."""
-        _refuse(trainer, pl_module)
+        for is_on, why in _REFUSED:
+            if is_on(trainer, pl_module):
+                raise UserError(f"this fit cannot be private: {why}")
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
         if not isinstance(loader, DataLoader):
@@ -197,9 +199,3 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
         "overfit_batches trains on the same batches again and again, which ε does not describe: leave it out",
     ),
 )
-
-
-def _refuse(trainer: Any, module: Any) -> None:
-    for is_on, why in _REFUSED:
-        if is_on(trainer, module):
-            raise UserError(f"this fit cannot be private: {why}")

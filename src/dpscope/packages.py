@@ -46,13 +46,18 @@ def require(*packages: str) -> None:
 
 
 def explain_import_error(error: ImportError) -> str | None:
-    """Return the sentence for a package that is missing or broken; None if the module is dpscope's own."""
+    """Return the sentence for a package that is missing or broken; None if the module is dpscope's own, or no package.
+
+    A kernel that torch.compile built is no package: nothing is to be installed if it cannot be loaded.
+    """
     name = error.name or ""
     package = name.partition(".")[0]
     if not package or package == "dpscope":
         return None
     if isinstance(error, ModuleNotFoundError) and name == package:
         return _missing([package])
+    if not _is_there(package):
+        return None
     return f"{package} cannot be used as it is installed here ({error}): {install_command(package, upgrade=True)}"
 
 

@@ -1,11 +1,19 @@
-"""Objects named by their place: `FILE.py:function` or `package.module:function`."""
+"""Places: objects named as `FILE.py:function` or `package.module:function`, and paths as shared files show them.
+
+Reports are sent around and must not reveal whose machine it was.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import sys
+import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,3 +59,70 @@ def load_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module
+
+
+PACKAGE = Path(__file__).parent  # the sources of dpscope
+FOLDERS_OF_HOMES = (Path("/home"), Path("/Users"))
+SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
+
+
+def is_own_source(file: str) -> bool:
+    """Return whether a file is one of dpscope's; dpscope_experiments.py beside the package is not."""
+    return file.startswith(f"{PACKAGE}{os.sep}")
+
+
+def path_from(folder: Path, file: str) -> str:
+    """Return a file's path relative to a folder: `../model.py`; `~/model.py` from outside the home directory.
+
+    A path in another user's home, which a command typed here cannot use, is the file's name alone. Any other path
+    stays as it is.
+    """
+    path = Path(file)
+    if not path.is_absolute():
+        return file
+    folder = folder.resolve()
+    if not _is_above_homes(Path(os.path.commonpath([folder, path]))):
+        return os.path.relpath(path, folder)
+    for home in _homes():
+        if path.is_relative_to(home):
+            return f"~/{path.relative_to(home)}"
+    return path.name if any(path.is_relative_to(folder) for folder in SOMEBODYS) else file
+
+
+@cache
+def shorten_path(file: str) -> str:
+    """Return the file of a code line, relative to the folder Python imports it from, or to the working folder."""
+    if file.startswith("<"):
+        return file
+    path = Path(file)
+    return next((path.relative_to(base).as_posix() for base in _bases() if path.is_relative_to(base)), path.name)
+
+
+def _bases() -> Iterable[Path]:
+    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    others = [PACKAGE.parent, Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+    return [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+
+
+def _is_above_homes(folder: Path) -> bool:
+    """Return whether a relative path from there would pass through a home directory."""
+    return folder in (Path("/"), *FOLDERS_OF_HOMES) or any(
+        folder != home and home.is_relative_to(folder) for home in _homes()
+    )
+
+
+def _homes() -> list[Path]:
+    """Return the user's home directory, and its target if it is a link."""
+    try:
+        return list(dict.fromkeys((Path.home(), Path.home().resolve())))
+    except RuntimeError:  # a user without one
+        return []
+
+
+def number_in(file: Path | str, pattern: str) -> int | None:
+    """Return the whole number that a pattern finds in a file; None if it finds none, or there is no such file."""
+    try:
+        found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None

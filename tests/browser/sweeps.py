@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.comparison import Comparison
-from dpscope.reports.against.page import AGAINST_PAGE
+from dpscope.reports.against.text import AGAINST_PAGE
 from dpscope.reports.page.render import PAGE
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import ResultStore

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpscope.results.memory import PhaseSpan, Timeline
+from dpscope.results.derived import PhaseSpan, Timeline
 from dpscope.vocabulary.phases import BETWEEN_PHASES
 from tests import ROOT
 from tests.browser.reading import (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dpscope.instruments.estimate import estimate_traffic
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary import families
+from dpscope.runner.steps import make_trainer
+from dpscope.vocabulary import phases
 from dpscope.vocabulary.phases import BACKWARD
 from dpscope.workloads.configs import make_config
 
@@ -30,7 +30,7 @@ def test_backward_passes_and_every_byte_of_the_optimizer_are_seen(method):
     """AdamW in one pass: parameter, gradient and two moments are read, parameter and two moments written."""
     seen, trainer = estimate(method)
     rows = seen["kernels"]["rows"]
-    products = [row for row in rows if row["family"] == families.GEMM and row["phase"] == BACKWARD]
+    products = [row for row in rows if row["family"] == phases.GEMM and row["phase"] == BACKWARD]
     assert sum(row["flops"] for row in products) > 0
     state = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     update = [row for row in rows if row["name"] in ("aten::_fused_adamw_", "_adam_kernel")]

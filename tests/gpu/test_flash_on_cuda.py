@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -238,8 +238,8 @@ def test_graphed_steps_are_exact_and_neighbours_are_held(settings):
 @pytest.mark.parametrize("method", ["standard", "flash"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_graphed_rows_train_as_eager_ones(method, accumulate):
-    from dpscope.runner.assembly import assemble
     from dpscope.runner.spec import RunSpec
+    from dpscope.runner.steps import assemble
 
     models = []
     for graphed in (False, True):

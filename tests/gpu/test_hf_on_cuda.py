@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dpscope.flash.oracle import run_oracle
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
 from dpscope.workloads.configs import make_config, parse_lora, with_lora
 from dpscope.workloads.workload import build_workload
 

@@ -13,13 +13,13 @@ import torch
 
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.timing import no_progress
-from dpscope.results.memory import conservation_faults
+from dpscope.results.derived import conservation_faults
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
-from dpscope.runner.assembly import make_trainer
-from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
+from dpscope.runner.sweep import Limits, launch
 from dpscope.vocabulary.components import COMPONENTS, GRADIENTS, PER_SAMPLE_GRADIENTS
 from dpscope.workloads.configs import make_config
 

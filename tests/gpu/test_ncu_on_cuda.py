@@ -10,8 +10,7 @@ import torch
 from dpscope.instruments.ncu.running import find_ncu, try_counters
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.families import GEMM
-from dpscope.vocabulary.phases import BACKWARD, FORWARD, OPTIMIZER
+from dpscope.vocabulary.phases import BACKWARD, FORWARD, GEMM, OPTIMIZER
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from dpscope.runner.assembly import assemble
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import assemble
 from dpscope.workloads.configs import make_config, parse_lora, with_lora
 from dpscope.workloads.workload import build_model, build_workload
 

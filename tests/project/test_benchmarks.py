@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dpscope.runner.assembly import assemble
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import assemble
 from dpscope.workloads.configs import make_config
 from tests import ROOT, rows_here
 

@@ -1,4 +1,4 @@
-"""One rank of a private loop by Accelerate: python -m torch.distributed.run … -m tests.unit.accelerate_rank FOLDER."""
+"""One rank of a private loop by Accelerate."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> None:
 
 
 def main(folder: str) -> None:
+    accelerate.state.AcceleratorState._reset_state(True)  # this process is a copy of one that was alone
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, loader, engine = prepared(accelerator)
     train(accelerator, model, optimizer, loader)
@@ -48,7 +49,3 @@ def main(folder: str) -> None:
     accelerator.wait_for_everyone()
     sys.stdout.flush()
     os._exit(0)  # a rank may abort when gloo is taken down
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

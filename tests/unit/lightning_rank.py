@@ -1,4 +1,4 @@
-"""One rank of a private fit by Lightning: python -m torch.distributed.run … -m tests.unit.lightning_rank FOLDER."""
+"""One rank of a private fit by Lightning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,3 @@ def main(folder: str) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a rank may abort when gloo is taken down
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
-from tests.unit.two_ranks import run_ranks
+from tests.unit.two_ranks import fork_ranks
 
 pytest.importorskip("accelerate")
 
 import accelerate
 
 from dpscope.accelerate import prepare_private
-from tests.unit.accelerate_rank import PRIVACY, prepared, train
+from tests.unit.accelerate_rank import PRIVACY, main, prepared, train
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_steps_are_those_of_a_plain_private_loop(accelerator):
 def test_two_processes_take_the_steps_of_one(accelerator, tmp_path):
     model, optimizer, loader, _ = prepared(accelerator)
     train(accelerator, model, optimizer, loader)
-    run_ranks("tests.unit.accelerate_rank", tmp_path)
+    fork_ranks(main, tmp_path)
     two = torch.load(tmp_path / "two.pt")
     assert two["processes"] == 2
     assert two["history"] == [(1.0, 0.25, 4)]

@@ -15,8 +15,7 @@ from rich.console import Console
 
 import dpscope
 from dpscope.cli import main
-from dpscope.commands.console import SweepProgress
-from dpscope.commands.sweeping import _finished_rows_are_named
+from dpscope.commands.sweeping import SweepProgress, _finished_rows_are_named
 from dpscope.endings import Ended, Terminated, ending_of, ends_in_a_sentence
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore

@@ -27,7 +27,7 @@ import dpscope.results
 
 # From the bottom: a package imports from earlier lines of this table, and from itself.
 LAYERS = (
-    ("errors", "paths", "places", "plain_text", "sentences", "units"),
+    ("errors", "places", "plain_text", "units"),
     ("batches", "numbers", "packages", "random_states"),
     ("vocabulary",),
     ("endings",),

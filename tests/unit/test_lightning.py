@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_loader, make_model, sgd
-from tests.unit.two_ranks import run_ranks
+from tests.unit.two_ranks import fork_ranks
 
 pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as lightning
 
 from dpscope.lightning import PrivateTraining
+from tests.unit import lightning_rank
 from tests.unit.lightning_fit import Classifier, loader, private, trainer
 
 
@@ -48,7 +49,7 @@ def test_steps_are_those_of_a_plain_private_loop(tmp_path):
 def test_two_processes_take_the_steps_of_one(tmp_path):
     one = private()
     trainer(tmp_path, callbacks=[one]).fit(module := Classifier(), loader())
-    run_ranks("tests.unit.lightning_rank", tmp_path)
+    fork_ranks(lightning_rank.main, tmp_path)
     two = torch.load(tmp_path / "two.pt")
     for rank in two["weights"]:
         for ours, theirs in zip(rank, module.parameters(), strict=True):

@@ -61,6 +61,11 @@ def test_an_import_error_names_the_package_and_what_to_type():
     assert explain_import_error(part).endswith("install --upgrade opacus")
 
 
+def test_a_kernel_that_was_compiled_and_cannot_be_loaded_is_no_package_to_install():
+    broken = ImportError("/tmp/kernels/main.so: undefined symbol: _ZTT", name="kernel")
+    assert explain_import_error(broken) is None
+
+
 def test_a_fault_of_dpscope_itself_is_not_blamed_on_a_package():
     assert explain_import_error(ModuleNotFoundError("No module named 'dpscope.gone'", name="dpscope.gone")) is None
     assert explain_import_error(ImportError("no name")) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpscope.comparison import Comparison
-from dpscope.paths import path_from, shorten_path
+from dpscope.places import path_from, shorten_path
 from dpscope.reports.outputs import write_against, write_reports
 from dpscope.reports.report import Report
 from dpscope.workloads.configs import workload_at

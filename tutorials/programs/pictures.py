@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from practice import Program, describe
 
-from dpscope.reports.figures.style import new_figure, styled
-from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
+from dpscope.reports.drawing import new_figure, styled
+from dpscope.reports.looks import METHOD_COLOURS, METHOD_MARKERS
 from dpscope.vocabulary.instruments import Schedule
 
 HERE, H200, FAINT = "#88CCEE", "#332288", "#BBBBBB"

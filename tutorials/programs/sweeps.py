@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope import Comparison
-from dpscope.reports.memory.data import composition_of
+from dpscope.reports.memory.text import composition_of
 from dpscope.reports.tables import Row
 
 ROOT = Path(__file__).resolve().parents[2]

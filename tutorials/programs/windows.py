@@ -19,7 +19,7 @@ from pictures import drawn, label
 
 from dpscope.instruments.nsys import views
 from dpscope.instruments.nsys.reading import CapturedTimeline
-from dpscope.reports.figures.style import new_figure
+from dpscope.reports.drawing import new_figure
 
 INK, PALE, BAR, ACCENT, WAIT = "#222222", "#F2F2F2", "#332288", "#117733", "#CC6677"
 TRACK_COLOURS = {"GPU": BAR, "computing": BAR, "collectives": ACCENT}

@@ -478,7 +478,7 @@ flash 裁剪此后又变快了。第 5 课会用全部工具再来看它。
 """
 
 # %%
-from dpscope.reports.time.figures import draw_tradeoff
+from dpscope.reports.time_charts import draw_tradeoff
 
 pictures.show(
     draw_tradeoff(recorded.sweep("page").rows),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from dpscope import numbers
-from dpscope.audit.accounting import AccountingTest
 from dpscope.audit.loop import LoopFactory, MakeLoop, StepFailed
 from dpscope.audit.neighbours import NeighbourTest, is_random
-from dpscope.audit.noise import NoiseTest
-from dpscope.audit.norms import UNCLIPPED, require_plain_sgd, sample_norms, usual_clip_norm
-from dpscope.audit.samples import Samples, sizes_to_try
+from dpscope.audit.noise import AccountingTest, NoiseTest
+from dpscope.audit.samples import UNCLIPPED, Samples, require_plain_sgd, sample_norms, sizes_to_try, usual_clip_norm
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
 from dpscope.random_states import all_gpus, random_states_kept
 from dpscope.workloads.workload import Batch
@@ -56,30 +54,19 @@ def check_loop(
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     with random_states_kept(all_gpus()):
         factory, samples = LoopFactory(make_loop, numbers.SEED(seed)), Samples(batches)
-        return _audit(factory, samples, noise_multiplier, max_grad_norm, sizes, progress)
-
-
-def _audit(
-    factory: LoopFactory,
-    samples: Samples,
-    noise_multiplier: float,
-    max_grad_norm: float | None,
-    sizes: Sequence[int] | None,
-    progress: Callable[[str], None],
-) -> Audit:
-    try:
-        progress("norms of single samples")
-        require_plain_sgd(factory.loop(max_grad_norm=UNCLIPPED), samples)
-        unclipped = factory.loop(max_grad_norm=UNCLIPPED)
-        factory.random = is_random(unclipped, samples)
-        norms = sample_norms(unclipped, samples)
-        chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
-    except StepFailed as error:
-        return Audit(*(Finding(NOT_TRIED, untried=[str(error)]) for _ in range(3)))
-    clip_norm = max_grad_norm or usual_clip_norm(norms, samples)
-    batch_size = min(4, len(samples.ordinary))
-    return Audit(
-        neighbours=NeighbourTest(factory, samples, norms, chosen, max_grad_norm, progress).run(),
-        noise=NoiseTest(factory, samples, clip_norm, noise_multiplier, batch_size, progress).run(),
-        accounting=AccountingTest(factory, samples, clip_norm, noise_multiplier, progress=progress).run(),
-    )
+        try:
+            progress("norms of single samples")
+            require_plain_sgd(factory.loop(max_grad_norm=UNCLIPPED), samples)
+            unclipped = factory.loop(max_grad_norm=UNCLIPPED)
+            factory.random = is_random(unclipped, samples)
+            norms = sample_norms(unclipped, samples)
+            chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
+        except StepFailed as error:
+            return Audit(*(Finding(NOT_TRIED, untried=[str(error)]) for _ in range(3)))
+        clip_norm = max_grad_norm or usual_clip_norm(norms, samples)
+        batch_size = min(4, len(samples.ordinary))
+        return Audit(
+            neighbours=NeighbourTest(factory, samples, norms, chosen, max_grad_norm, progress).run(),
+            noise=NoiseTest(factory, samples, clip_norm, noise_multiplier, batch_size, progress).run(),
+            accounting=AccountingTest(factory, samples, clip_norm, noise_multiplier, progress=progress).run(),
+        )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpscope.audit.memory import release_memory
 from dpscope.errors import UserError
+from dpscope.places import number_in
 from dpscope.random_states import RandomStates, seed_all
 from dpscope.workloads.workload import Batch, silence
 
@@ -77,10 +80,6 @@ class ObservedStep:
     @property
     def norm(self) -> float:
         return _norm(total.double() for total in self.sums.values())
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -173,11 +172,19 @@ class RunningLoop:
             with _loop_errors():
                 self.loop.step(batch)
             sums = {
-                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(_at_least_float32(p.dtype))
+                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(
+                    torch.promote_types(p.dtype, torch.float32)
+                )
                 for name, p in self.loop.model.named_parameters()
                 if p.is_floating_point()
             }
-            return ObservedStep(sums, self._changed_buffers())
+            before = self.factory.start_buffers
+            changed = {
+                name: b.detach().double()
+                for name, b in self.loop.model.named_buffers()
+                if name not in before or not torch.equal(b, before[name])
+            }
+            return ObservedStep(sums, changed)
         except StepFailed:
             self.loop = self._make()
             raise
@@ -192,14 +199,6 @@ class RunningLoop:
             if name in self.factory.start_buffers and self.factory.start_buffers[name].shape == b.shape:
                 b.copy_(self.factory.start_buffers[name])
 
-    def _changed_buffers(self) -> Tensors:
-        start = self.factory.start_buffers
-        return {
-            name: b.detach().double()
-            for name, b in self.loop.model.named_buffers()
-            if name not in start or not torch.equal(b, start[name])
-        }
-
 
 @contextmanager
 def _loop_errors() -> Iterator[None]:
@@ -211,3 +210,25 @@ def _loop_errors() -> Iterator[None]:
         said = " ".join(str(error).split()) or "no message"
         name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise StepFailed(f"{name}{said[:300]}") from error
+
+
+def release_memory() -> None:
+    """Free reference cycles (engines and their models form some), and return freed memory to the system."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: it keeps what was freed otherwise
+        if trim is not None:
+            trim(0)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still take, by the system and its control group; None if unknown."""
+    kib = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")
+    found = [None if kib is None else 1024 * kib]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, now = (number_in(file, r"\A(\d+)\s*\Z") for file in (limit, used))
+        found.append(None if most is None or now is None else max(0, most - now))
+    return min((each for each in found if each is not None), default=None)

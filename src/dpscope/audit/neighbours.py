@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
-from dpscope.audit.norms import COMPANIONS, UNCLIPPED
-from dpscope.audit.samples import ZEROS, Samples
+from dpscope.audit.samples import COMPANIONS, UNCLIPPED, ZEROS, Samples
 from dpscope.audit.tracing import CHANGED, locate_mixing
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
@@ -175,7 +174,8 @@ class NeighbourTest:
         base = self._try(loop, batch)
         if base is None:
             return None
-        without = self._try(loop, [*batch[:position], *batch[position + 1 :]]) if self._removes_from(batch) else None
+        removes = self.removes or len(batch) == 1
+        without = self._try(loop, [*batch[:position], *batch[position + 1 :]]) if removes else None
         if without is not None:
             self._record(Trial(REMOVED, tuple(batch), position, None, clip_norm, 0.0, 1.0), base, without, rounding)
         for other in others:
@@ -187,9 +187,6 @@ class NeighbourTest:
                     removed = Trial(REMOVED, tuple(trial.neighbour), position, None, clip_norm, 0.0, 1.0)
                     self._record(removed, neighbour, without, rounding)
         return base
-
-    def _removes_from(self, batch: list[int]) -> bool:
-        return self.removes or len(batch) == 1
 
     def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
         """Try a single sample at other parameters, where norms cached from the first steps would be wrong."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.sentences import list_names
+from dpscope.units import list_names
 
 try:
     from scipy import stats  # type: ignore[import-untyped]
@@ -105,7 +105,8 @@ def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
             f"{len(silent)} of {len(steps)} steps add no noise at all (batches of {', '.join(map(str, sizes))}): the "
             f"first is {silent[0].label}"
         )
-    repetitions = list(_repetitions(noisy))
+    whole = torch.stack([torch.cat(list(step.kept.values())) for step in noisy])
+    repetitions = list(_pairwise_cosines(Kind.REPEATED, [step.label for step in noisy], whole))
     repeats = {a.about[1] for a in repetitions if a.p < FALSE_ALARM / len(repetitions) and abs(a.figure) > SAME_COSINE}
     fresh = [step for step in noisy if step.label not in repeats]
     results = [*repetitions, *_run_tests(fresh, present)]
@@ -117,7 +118,8 @@ def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Tes
     """Yield all tests except that of repeated steps."""
     yield from _sizes(steps, names)
     yield from _tails(steps, names)
-    rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each
+    # (steps, values) each, of unit variance, so that the other tests do not depend on the size of the noise.
+    rows = {name: torch.stack([step.kept[name] / math.sqrt(step.variance) for step in steps]) for name in names}
     yield from _sharing(rows)
     for name, row in rows.items():
         half = row.shape[1] // 2
@@ -130,11 +132,6 @@ def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Tes
     pooled = pooled[torch.linspace(0, len(pooled) - 1, min(POOLED_VALUES, len(pooled))).long()]
     result = stats.kstest(pooled.numpy(), "norm")
     yield TestResult(Kind.SHAPE, float(result.pvalue), (), float(result.statistic))
-
-
-def _unit_variance(step: NoisyStep, name: str) -> Tensor:
-    """Scale to unit variance, so that the other tests do not depend on the size of the noise."""
-    return step.kept[name] / math.sqrt(step.variance)
 
 
 def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
@@ -166,12 +163,6 @@ def _tails(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
 
 def _chi_square(square: float, count: float) -> float:
     return 2 * min(float(stats.chi2.cdf(square, count)), float(stats.chi2.sf(square, count)))
-
-
-def _repetitions(steps: Sequence[NoisyStep]) -> Iterator[TestResult]:
-    """Yield all pairs of steps, over all parameters."""
-    whole = torch.stack([torch.cat(list(step.kept.values())) for step in steps])
-    yield from _pairwise_cosines(Kind.REPEATED, [step.label for step in steps], whole)
 
 
 def _sharing(rows: dict[str, Tensor]) -> Iterator[TestResult]:

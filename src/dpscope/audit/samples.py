@@ -1,12 +1,16 @@
-"""Samples to make batches of, and sizes of batches.
+"""Samples to make batches of, sizes of batches, and steps on single samples: their norms.
 
 Samples come from the given batches; extreme ones are made from them. Sizes are those at which an engine may take
-another dimension for the samples: the lengths of the model's tensors.
+another dimension for the samples: the lengths of the model's tensors. Norms are those of unclipped steps. Sums can be
+read off the updates of plain SGD only: momentum and Adam are recognised by how they move the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,19 +26,6 @@ from dpscope.workloads.workload import Batch
 LARGE_FACTOR = 100.0  # how many times larger than an ordinary sample a large one is
 
 
-def _zeros(row: Tensor, others: Tensor) -> Tensor:
-    return torch.zeros_like(row)
-
-
-def _large(row: Tensor, others: Tensor) -> Tensor:
-    return row * LARGE_FACTOR if row.is_floating_point() else row
-
-
-def _full(row: Tensor, others: Tensor) -> Tensor:
-    """Return a sample filled with the largest value seen: a mask of ones, a sentence of one repeated word."""
-    return row if row.is_floating_point() else others.amax().expand_as(row).clone()
-
-
 def _short(row: Tensor, others: Tensor) -> Tensor:
     """Return the sample with all positions but the first set to the smallest value seen, as padding does."""
     short, smallest = row.clone(), others.amin()
@@ -47,9 +38,12 @@ def _short(row: Tensor, others: Tensor) -> Tensor:
 ZEROS = "a sample of zeros"
 # What is made of an ordinary sample: (row, all rows) -> row.
 EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    ZEROS: _zeros,
-    "a sample 100 times larger": _large,
-    "a sample that holds the largest value everywhere": _full,
+    ZEROS: lambda row, others: torch.zeros_like(row),
+    "a sample 100 times larger": lambda row, others: row * LARGE_FACTOR if row.is_floating_point() else row,
+    # A mask of ones, a sentence of one repeated word.
+    "a sample that holds the largest value everywhere": lambda row, others: (
+        row if row.is_floating_point() else others.amax().expand_as(row).clone()
+    ),
     "a sample cut to its first position": _short,
 }
 
@@ -130,7 +124,12 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
     model = loop.loop.model
     found = [
         *(length for shape in samples.shapes() for length in shape),
-        *_counts(model),
+        *(
+            value
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if type(value) is int and ("head" in name or "group" in name)
+        ),
         *_activation_lengths(loop, samples.batch(samples.ordinary[:1])),
         *(length for p in model.parameters() for length in p.shape),
     ]
@@ -141,14 +140,6 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
         if 1 < length <= largest and sum(chosen) + length <= MAX_SAMPLES and len(chosen) < MAX_SIZES:
             chosen.append(length)
     return chosen
-
-
-def _counts(model: nn.Module) -> Iterator[int]:
-    """Yield attributes such as `num_heads` and `num_groups`."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) is int and ("head" in name or "group" in name):
-                yield value
 
 
 def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
@@ -164,3 +155,52 @@ def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
     except StepFailed:
         return []
     return sorted({length for shape in shapes for length in shape[1:]})
+
+
+UNCLIPPED = 1e12  # a clip norm that no gradient exceeds
+COMPANIONS = 4  # samples in a batch for losses that compare samples
+
+
+def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
+    """Return the finite norms, by sample. An extreme sample that the loop refuses has none."""
+    norms = {index: unclipped.step(samples.batch([index])).norm for index in samples.ordinary}
+    for index in samples.extremes.values():
+        try:
+            norms[index] = unclipped.step(samples.batch([index])).norm
+        except StepFailed:  # the loop could not meet such a sample
+            continue
+    if not any(norms[index] for index in samples.ordinary):  # a contrastive loss: zero for a sample alone
+        together, norm = samples.ordinary[:COMPANIONS], 0.0
+        with suppress(StepFailed):  # the norm of the sum over the number of samples is about that of one
+            norm = unclipped.step(samples.batch(together)).norm / len(together)
+        norms.update(dict.fromkeys(samples.ordinary, norm))
+    return {index: norm for index, norm in norms.items() if math.isfinite(norm)}
+
+
+def usual_clip_norm(norms: dict[int, float], samples: Samples) -> float:
+    """Return a clip norm that about half of the ordinary samples exceed."""
+    known = [norm for index in samples.ordinary if (norm := norms.get(index))]
+    return statistics.median(known) if known else 1.0
+
+
+COLLINEAR = 1 - 1e-6
+EQUAL_SPREAD = 1e-2  # relative spread of sizes that are all the same
+USE_PLAIN_SGD = "for the test take torch.optim.SGD without momentum"
+
+
+def require_plain_sgd(unclipped: RunningLoop, samples: Samples) -> None:
+    """Raise `StepFailed` if the loop's optimizer has momentum, or moves every entry equally far (Adam)."""
+    batch = samples.batch(samples.ordinary[:1])
+    steps = (unclipped.step(batch).sums.values() for _ in range(2))
+    first, second = (torch.cat([total.flatten() for total in sums]) for sums in steps)
+    if not (first.isfinite().all() and first.any() and second.any()):
+        return
+    sizes = first[first != 0].abs()
+    if len(sizes) > 8 and float(sizes.std() / sizes.mean()) < EQUAL_SPREAD:
+        raise StepFailed(
+            f"the optimizer moves every entry equally far, as Adam does in its first step: {USE_PLAIN_SGD}"
+        )
+    ratio = float(second.norm() / first.norm())
+    # Gradients that are not cleared make it exactly 2, which is a fault and not momentum.
+    if float(torch.cosine_similarity(first, second, 0)) > COLLINEAR and 1.01 < ratio < 1.999:
+        raise StepFailed(f"the optimizer goes {ratio:.3g} times as far the second time (momentum): {USE_PLAIN_SGD}")

@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from dpscope.audit.loop import RunningLoop, StepFailed
 from dpscope.instruments.module_hooks import module_hooks
-from dpscope.sentences import name_module
+from dpscope.units import name_module
 from dpscope.workloads.workload import Batch
 
 CHANGED = 1e-4  # relative
 STEPS_TRACED = 3
+Values = list[tuple[str, Tensor]]  # where, and what was there
 
 
 @dataclass
@@ -41,7 +42,7 @@ def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: i
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except StepFailed as error:
         return MeetingPlace(f"where samples meet could not be traced: {error}", found=False)
-    if not any(_has_rows(a, b, size) for (_, a), (_, b) in zip(first.values, second.values, strict=False)):
+    if not any(_has_rows(a, b, size) for (_, a), (_, b) in _pairs(first.values, second.values)):
         return MeetingPlace("which module it is cannot be traced: none is called with a batch of samples", found=False)
     if where := _first_moved(first.values, second.values, position, size):
         moved = "what it holds for other samples changes with the one that was replaced"
@@ -63,14 +64,15 @@ def _trace(loop: RunningLoop, batch: Batch) -> ModuleValues:
     """Return the shortest of several steps, because an engine may run the model more often in some to verify it."""
     traces = []
     for _ in range(STEPS_TRACED):
-        with _recording(loop.loop.model) as trace:
+        with recording(loop.loop.model) as trace:
             loop.step(batch)
         traces.append(trace)
     return min(traces, key=lambda trace: len(trace.values))
 
 
 @contextmanager
-def _recording(model: nn.Module) -> Iterator[ModuleValues]:
+def recording(model: nn.Module) -> Iterator[ModuleValues]:
+    """Record what goes through the modules of a model."""
     trace = ModuleValues()
 
     def keep_gradient(label: str) -> Any:
@@ -99,10 +101,14 @@ def _has_rows(a: Tensor, b: Tensor, size: int) -> bool:
     return a.shape == b.shape and a.dim() > 0 and a.numel() > 0 and a.shape[0] % size == 0
 
 
-def _first_moved(
-    first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]], position: int, size: int
-) -> str | None:
-    for (name, a), (_, b) in zip(first, second, strict=False):
+def _pairs(first: Values, second: Values) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Yield the values of two steps in pairs. Where an engine verifies the model, the step itself comes last."""
+    count = min(len(first), len(second))
+    return zip(first[len(first) - count :], second[len(second) - count :], strict=True)
+
+
+def _first_moved(first: Values, second: Values, position: int, size: int) -> str | None:
+    for (name, a), (_, b) in _pairs(first, second):
         if not _has_rows(a, b, size):
             continue
         others = [row for row in range(size) if row != position]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import as_json, bare_table, render_plain
-from dpscope.sentences import group_names
+from dpscope.units import group_names
 
 # A breach is proven. What held has held in so many trials and is not thereby proved. What was not tried has a reason.
 HELD, BREACH, NOT_TRIED = "held", "BREACH", "not tried"
@@ -80,7 +80,12 @@ class Audit:
         return iter(vars(self).items())
 
     def __str__(self) -> str:
-        return render_plain(describe_loop(self))
+        named = {"the loop": self}
+        lines = [f"{name}: {_cell(name, finding)}" for name, finding in self.findings()]
+        sentences = list(audit_sentences(named))
+        return render_plain(
+            Group(*map(Text, [*lines, *([""] if sentences else []), *sentences, "", conclusion(named)]))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain data."""
@@ -92,13 +97,6 @@ class Audit:
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------
-
-
-def describe_loop(audit: Audit) -> RenderableType:
-    named = {"the loop": audit}
-    lines = [f"{name}: {_cell(name, finding)}" for name, finding in audit.findings()]
-    sentences = list(audit_sentences(named))
-    return Group(*map(Text, [*lines, *([""] if sentences else []), *sentences, "", conclusion(named)]))
 
 
 def audit_table(audits: dict[str, Audit]) -> Table:

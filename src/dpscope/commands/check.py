@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from dpscope.commands.console import make_console
 from dpscope.commands.options import (
     ABOVE_ZERO,
     CommaList,
@@ -24,13 +23,13 @@ from dpscope.commands.options import (
     workload_options,
     write_json,
 )
+from dpscope.commands.sweeping import make_console
 from dpscope.endings import leave, outcome_of_exception
 from dpscope.errors import UserError
-from dpscope.runner.environment import resolve_device
-from dpscope.runner.measure import their_mistake
+from dpscope.runner.measure import resolve_device, their_mistake
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.settings import CLIPPING_RULES, COMPILE_MODES, EAGER, SETTINGS
+from dpscope.vocabulary.settings import CLIPPING_RULES, COMPILE_MODES, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
@@ -185,14 +184,8 @@ def _described(spec: RunSpec) -> Iterator[str]:
     yield spec.workload.name
     if spec.seq_len is not None:
         yield f"sequence {spec.seq_len}"
-    if spec.checkpoint_blocks:
-        yield SETTINGS["checkpoint_blocks"].label
-    if spec.compile != EAGER:
-        yield COMPILE_MODES[spec.compile]
-    if spec.cuda_graph:
-        yield SETTINGS["cuda_graph"].label
-    if spec.clipping != "flat":
-        yield f"{spec.clipping} clipping"
+    changed, told = spec.changed(), ("checkpoint_blocks", "compile", "cuda_graph", "clipping")
+    yield from (SETTINGS[name].in_words(changed) for name in told if name in changed)
     if spec.accumulate > 1:
         yield f"{spec.accumulate} batches of {spec.batch_size} a step"
 

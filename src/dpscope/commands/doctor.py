@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from dpscope.commands.console import make_console
 from dpscope.commands.options import json_option, write_json
+from dpscope.commands.sweeping import make_console
 from dpscope.endings import leave
 from dpscope.plain_text import as_json, bare_table
 from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT, diagnose

@@ -44,7 +44,11 @@ def command(print_command: bool, **options: Any) -> None:
     dpscope ncu --methods standard,ghost --per-kernel --top 20
     dpscope ncu --print-command
     """
-    _require_regex(options["kernel"])
+    pattern = options["kernel"]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--kernel {pattern!r} is not a regular expression: {error}") from None
     options["per_kernel"] |= bool(options["kernel"])
     specs = plan_instrument(options, "ncu", for_other_machine=print_command)
     if print_command:
@@ -53,10 +57,3 @@ def command(print_command: bool, **options: Any) -> None:
         print("\n".join(line for spec in specs if spec.instrument == "ncu" for line in printed_commands(spec)))
         return
     leave(follow_sweep("ncu", specs, **options).ok)
-
-
-def _require_regex(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"--kernel {pattern!r} is not a regular expression: {error}") from None

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-from dpscope.commands.console import make_console
+from dpscope.commands.sweeping import make_console
 from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.plain_text import bare_table
-from dpscope.runner.captures import Figures, read_ncu_reports
+from dpscope.runner.measurements.ncu import Figures, read_ncu_reports
 from dpscope.units import MISSING, format_ratio, format_traffic
 
 COLUMNS = {
@@ -38,21 +38,20 @@ def command(paths: Sequence[Path], steps: int, as_csv: bool) -> None:
     dpscope ncu-read ncu_reports --steps 5
     dpscope ncu-read step.ncu-rep --csv > step.csv
     """
-    figures, broken = read_ncu_reports(_reports(paths), steps)
+    found = [report for path in paths for report in (sorted(path.glob("*.ncu-rep")) if path.is_dir() else [path])]
+    if not found:
+        raise UserError(f"no .ncu-rep files in {', '.join(map(str, paths))}")
+    figures, broken = read_ncu_reports(found, steps)
     if as_csv:
-        _write_csv(figures)
+        names = list(dict.fromkeys(name for seen in figures.values() for name in seen))
+        writer = csv.writer(sys.stdout)
+        writer.writerow(["report", *names])
+        writer.writerows([path.stem, *(seen.get(name, "") for name in names)] for path, seen in figures.items())
     elif figures:
         _show(figures, steps)
     for path, reason in broken.items():
         print(f"Left out: {path}: {reason}", file=sys.stderr)
     leave(not broken)
-
-
-def _reports(paths: Sequence[Path]) -> list[Path]:
-    found = [report for path in paths for report in (sorted(path.glob("*.ncu-rep")) if path.is_dir() else [path])]
-    if not found:
-        raise UserError(f"no .ncu-rep files in {', '.join(map(str, paths))}")
-    return found
 
 
 def _show(figures: dict[Path, Figures], steps: int) -> None:
@@ -78,10 +77,3 @@ def _ratio(path: Path, figures: dict[Path, Figures]) -> float | None:
         return None
     own, standard = (float(sum(part[name] for name in dram)) for part in (figures[path], beside))
     return own / standard if standard else None
-
-
-def _write_csv(figures: dict[Path, Figures]) -> None:
-    names = list(dict.fromkeys(name for seen in figures.values() for name in seen))
-    writer = csv.writer(sys.stdout)
-    writer.writerow(["report", *names])
-    writer.writerows([path.stem, *(seen.get(name, "") for name in names)] for path, seen in figures.items())

@@ -8,10 +8,8 @@ from typing import Any
 import click
 from rich.console import Group
 
-from dpscope.commands.console import make_console
-from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
+from dpscope.commands.sweeping import follow_sweep, instrument_arguments, make_console, plan_instrument
 from dpscope.endings import leave
-from dpscope.runner.spec import RunSpec
 
 
 @click.command(name="nsys")
@@ -37,36 +35,24 @@ def command(print_command: bool, launch: bool, read: Path | None, **options: Any
         return
     specs = plan_instrument(options, "nsys", for_other_machine=print_command or launch)
     if print_command:
-        _print_commands(specs, options["out"])
+        from dpscope.runner.measurements.nsys import find_or_assume_nsys, printed_command
+
+        nsys = find_or_assume_nsys()
+        for spec in specs:
+            print(printed_command(spec, nsys, (options["out"] or Path()).resolve()))
     elif launch:
-        _print_recipe(specs)
+        from dpscope.runner.measurements.nsys import find_or_assume_nsys, recording_commands
+
+        training, start, stop = recording_commands(specs[0], find_or_assume_nsys())
+        print(RECIPE.format(label=specs[0].label, launch=training, start=start, stop=stop))
     else:
-        _measure(specs, options)
+        from dpscope.runner.measurements.nsys import require_nsys
 
-
-def _measure(specs: list[RunSpec], options: dict[str, Any]) -> None:
-    from dpscope.runner.measurements.nsys import require_nsys
-
-    require_nsys(specs[0])  # before the first row, not in each of them
-    comparison = follow_sweep("nsys", specs, **options)
-    if comparison.ok:
-        print("Next: open the .nsys-rep files with nsys-ui; docs/nsys.md says what to strip before you share one.")
-    leave(comparison.ok)
-
-
-def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
-    from dpscope.runner.measurements.nsys import find_or_assume_nsys, printed_command
-
-    nsys = find_or_assume_nsys()
-    for spec in specs:
-        print(printed_command(spec, nsys, (out or Path()).resolve()))
-
-
-def _print_recipe(specs: list[RunSpec]) -> None:
-    from dpscope.runner.measurements.nsys import find_or_assume_nsys, recording_commands
-
-    launch, start, stop = recording_commands(specs[0], find_or_assume_nsys())
-    print(RECIPE.format(label=specs[0].label, launch=launch, start=start, stop=stop))
+        require_nsys(specs[0])  # before the first row, not in each of them
+        comparison = follow_sweep("nsys", specs, **options)
+        if comparison.ok:
+            print("Next: open the .nsys-rep files with nsys-ui; docs/nsys.md says what to strip before you share one.")
+        leave(comparison.ok)
 
 
 RECIPE = """\
@@ -96,6 +82,6 @@ Mind:
 
 def _show(path: Path) -> None:
     from dpscope.reports.trace.nsys_text import Capture, describe_captures
-    from dpscope.runner.captures import read_nsys_capture
+    from dpscope.runner.measurements.nsys import read_nsys_capture
 
     make_console().print(Group(*describe_captures([Capture(path.stem, read_nsys_capture(path))])))

@@ -12,7 +12,7 @@ import click
 
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
-from dpscope.results.store import new_folder, require_writable
+from dpscope.results.store import require_writable
 from dpscope.vocabulary.instruments import INSTRUMENTS, Option
 from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS, flag_of
 from dpscope.workloads.configs import (
@@ -89,6 +89,8 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
 def require_folder(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before minutes are spent."""
     if path is not None:
+        if path == STANDARD_OUTPUT:
+            raise UserError("only --json writes to standard output (-): give the name of a file")
         if not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {path.parent}")
         require_writable(path)
@@ -204,19 +206,12 @@ def workload_from(options: dict[str, Any]) -> WorkloadConfig:
     if sum(value is not None for value in (model, file, own)) > 1:
         raise UserError("--model, --hf-config and --workload each say what is trained: give one of them")
     if own is not None or file is not None:
-        config: WorkloadConfig = workload_at(own) if own is not None else _hugging_face(file)
+        config: WorkloadConfig
+        if own is not None:
+            config = workload_at(own)
+        else:  # a file, or its text, which begins with a brace
+            config = config_from_json(file) if file.lstrip().startswith("{") else config_from_file(Path(file))
         config = config.resized(**{name: value for name, value in sizes.items() if value is not None})
     else:
         config = make_config(model or DEFAULT_MODEL, **sizes)
     return config if lora is None else with_lora(config, parse_lora(lora))
-
-
-def _hugging_face(source: str) -> WorkloadConfig:
-    """Read a configuration from a file, or from its text, which begins with a brace."""
-    return config_from_json(source) if source.lstrip().startswith("{") else config_from_file(Path(source))
-
-
-def output_folder(out: Path | None, *, resume: bool, command: str) -> Path:
-    if out is None and resume:
-        raise UserError("--resume needs --out DIR: the folder of the sweep to finish")
-    return out or new_folder(command)

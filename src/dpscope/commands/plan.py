@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from dpscope.commands.check import _their_mistakes
-from dpscope.commands.console import make_console, name_files
 from dpscope.commands.options import (
     CommaList,
     json_option,
@@ -19,6 +18,7 @@ from dpscope.commands.options import (
     workload_options,
     write_json,
 )
+from dpscope.commands.sweeping import make_console, name_files
 from dpscope.endings import leave
 from dpscope.plain_text import as_json
 from dpscope.runner.planning import DEFAULT_METHODS

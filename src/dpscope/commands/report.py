@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from dpscope.commands.console import make_console, name_files
 from dpscope.commands.options import CommaList
+from dpscope.commands.sweeping import make_console, name_files
 from dpscope.comparison import Comparison
 from dpscope.endings import leave
 from dpscope.errors import UserError
@@ -18,7 +18,7 @@ from dpscope.packages import REPORTING, TABLE_PACKAGES, require
 from dpscope.reports.against.data import Against
 from dpscope.reports.against.quantities import QUANTITIES
 from dpscope.reports.against.text import against_summary
-from dpscope.reports.figures.style import FORMATS
+from dpscope.reports.drawing import FORMATS
 from dpscope.reports.outputs import write_against, write_reports
 
 

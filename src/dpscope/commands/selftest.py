@@ -27,22 +27,18 @@ def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
             name, loss = _one_step(method.name)
         except Exception as error:
             passed = False
-            say(f"[TEST FAILED] {method.name}: {_reason(error)}")
+            sentence = explain_import_error(error) if isinstance(error, ImportError) else None
+            say(f"[TEST FAILED] {method.name}: {sentence or f'{type(error).__name__}: {error}'}")
         else:
             say(f"[TEST OK] {name} passed local test. (loss {loss:.4f})")
     return passed
 
 
-def _reason(error: Exception) -> str:
-    sentence = explain_import_error(error) if isinstance(error, ImportError) else None
-    return sentence or f"{type(error).__name__}: {error}"
-
-
 def _one_step(method: str) -> tuple[str, float]:
     import math
 
-    from dpscope.runner.assembly import make_trainer
     from dpscope.runner.spec import RunSpec
+    from dpscope.runner.steps import make_trainer
     from dpscope.workloads.configs import make_config
 
     trainer, batch = make_trainer(

@@ -14,24 +14,28 @@ from torch import Tensor
 
 from dpscope import numbers
 from dpscope.audit.check import check_loop
-from dpscope.audit.trainer import StepSettings, loop_maker
 from dpscope.audit.verdict import Audit
 from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
-from dpscope.exactness.figures import measure_errors, measure_rounding
-from dpscope.exactness.mixing import find_mixing, find_mixing_in_backward, gradient_of_the_batch
-from dpscope.exactness.reference import Reference, compare, make_reference
+from dpscope.exactness.reference import (
+    Reference,
+    compare,
+    find_mixing,
+    find_mixing_in_backward,
+    gradient_of_the_batch,
+    make_reference,
+)
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
-from dpscope.exactness.updates import measure_update
+from dpscope.exactness.updates import StepSettings, loop_maker, measure_errors, measure_rounding, measure_update
 from dpscope.flash.torch_side.captures import has_graphs
-from dpscope.paths import is_own_source
-from dpscope.sentences import list_names
+from dpscope.places import is_own_source
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
-from dpscope.trainers.checkpointing import checkpoint_blocks as checkpoint_blocks_of
-from dpscope.trainers.compilation import any_number_of_graphs, must_compile
+from dpscope.trainers.modes import any_number_of_graphs, must_compile
+from dpscope.trainers.modes import checkpoint_blocks as checkpoint_blocks_of
+from dpscope.units import list_names
 from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER, SETTINGS
@@ -128,7 +132,7 @@ def check(
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
         require_batch_of(subject.batch, batch_size, accumulate=how.accumulate)
-    how.divide(subject.batch_size)
+    how.batch_size_of(subject.batch_size)
     if checkpoint_blocks:  # refused here if there are none; the reference is taken without
         checkpoint_blocks_of(subject.fresh(torch.float32)[0])
     narrow = dtype == "fp64" and computes_in_float32(subject)
@@ -139,7 +143,10 @@ def check(
     progress("do samples mix?")
     gradient = gradient_of_the_batch(subject)
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
-    _require_gradients(reference, mixing)
+    if not any(reference.finite):
+        raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
+    if not reference.norms.any() and not mixing:
+        raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
     yardstick = _make_yardstick(subject, reference, dtype, max_grad_norm, tolerance, progress)
     reference.release()
     checks = []
@@ -176,13 +183,6 @@ def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
         found = resolve_method(method)
         return found.name, partial(load_trainer, found)
     return method.__name__, lambda: method
-
-
-def _require_gradients(reference: Reference, mixing: str | None) -> None:
-    if not any(reference.finite):
-        raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
-    if not reference.norms.any() and not mixing:
-        raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,9 @@ def _check_method(
         status, reason = outcome_of_exception(error)
         if status == SKIPPED or isinstance(error, NotImplementedError):
             return MethodCheck(method, SKIPPED, reason)
-        return MethodCheck(method, FAILED, reason, _traceback_outside_dpscope(error))
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
+        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+        return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
     comparisons = compare(reference, [update.sums for update in updates], [reference.factors(c) for c in clip_norms])
     faults = find_faults(Evidence(subject, reference, updates, again, yardstick.limits, comparisons))
     norm_error, steps = measure_errors(reference, clip_norms, comparisons)
@@ -309,10 +311,3 @@ def _rounding_warnings(yardstick: Yardstick, narrow: bool) -> Iterator[str]:
             f"rounding alone is off by {yardstick.limits[worst] / ROUNDINGS:.1e} in {worst}, so {len(loose)} "
             f"parameters are allowed {ROUNDINGS} times their rounding: --dtype fp64 tells more"
         )
-
-
-def _traceback_outside_dpscope(error: BaseException) -> str | None:
-    """Return the part of a traceback that is not dpscope's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
-    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-    return "".join(lines).rstrip() if frames else None

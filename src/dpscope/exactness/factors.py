@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpscope.exactness.reference import Reference
+from dpscope.exactness.reference import Reference, make_reference
+from dpscope.exactness.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,6 @@ class FactorEvidence:
     reference: Reference
     precision: float  # relative: how near is near enough to name a cause
     rounding: float  # relative: what rounding explains
-    norms_without_ties: Callable[[], Tensor]
-    ties: list[list[str]]
     gradients_wrong: bool  # gradients were found wrong, from which wrong norms follow
 
     @property
@@ -150,12 +150,14 @@ def _explain_by_omission(evidence: FactorEvidence, taken: Tensor) -> str | None:
 
 
 def _explain_by_tying(evidence: FactorEvidence, taken: Tensor) -> str | None:
-    if not evidence.ties:
+    """Explain factors by √Σ‖use‖² of each sample, (B,), in place of ‖Σ uses‖."""
+    subject = evidence.reference.subject
+    if not subject.tied:
         return None
-    apart = evidence.norms_without_ties()
+    apart = make_reference(untie(subject)).norms
     if float((taken / apart - 1).abs().nan_to_num(0.0).max()) > evidence.precision / 10:
         return None
-    ties = "; ".join(" = ".join(group) for group in evidence.ties)
+    ties = "; ".join(" = ".join(group) for group in subject.tied)
     return f"norms ignore that parameters are tied ({ties}): the uses' gradients add up before the norm is taken"
 
 
@@ -169,3 +171,15 @@ def _explain_by_constant(evidence: FactorEvidence, taken: Tensor) -> str | None:
         f"norms are larger by about {middle:.1e}, each by the same: a constant is added, and samples are clipped a "
         "little more"
     )
+
+
+def untie(subject: Subject) -> Subject:
+    """Return the same model with a parameter of its own for every name."""
+    model = copy.deepcopy(subject.model)
+    for first, *others in subject.tied:
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            original = model.get_parameter(first)
+            twin = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
+            setattr(model.get_submodule(owner), key, twin)
+    return replace(subject, model=model)

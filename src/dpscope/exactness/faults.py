@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from dpscope.audit.loop import Tensors
-from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale
+from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale, untie
 from dpscope.exactness.reference import (
     Fit,
     Reference,
     UpdateComparison,
     find_residuals,
     fit_factors,
+    make_reference,
     relative_errors,
 )
 from dpscope.exactness.subject import Subject
-from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
-from dpscope.sentences import list_names
+from dpscope.units import list_names
 
 MAX_UNEXPLAINED = 1e-3  # how well a wrong factor has to be explained before the explanation is offered
 MAX_UNEXPLAINED_SHARE = 0.02  # what an explanation may leave unexplained, as a share of the error
@@ -164,8 +164,10 @@ def _wrong_gradients(evidence: Evidence) -> Iterator[str]:
 
 
 def _which_use(evidence: Evidence, name: str, update: Tensor) -> str:
-    for use, wanted in sums_by_use(evidence.subject, name).items():
-        if float((update - wanted).norm()) <= MAX_UNEXPLAINED * float(wanted.norm()):
+    group = next(group for group in evidence.subject.tied if group[0] == name)
+    sums = make_reference(untie(evidence.subject)).whole_sums()  # what each name contributes
+    for use in group:
+        if float((update - sums[use]).norm()) <= MAX_UNEXPLAINED * float(sums[use].norm()):
             return f"only its use as {use} is counted; the gradients of all uses add up"
     return f"its gradient is wrong (relative error {evidence.errors[0][name]:.1e}); those of other parameters are right"
 
@@ -210,8 +212,6 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
         reference=evidence.reference,
         precision=max(MAX_UNEXPLAINED, rounding),
         rounding=rounding,
-        norms_without_ties=lambda: norms_without_ties(evidence.subject),
-        ties=evidence.subject.tied,
         gradients_wrong=gradients_wrong,
     )
     yield from explain_factors(factor_evidence)
@@ -224,9 +224,10 @@ def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
     fits = {name: evidence.fit(step, [name]) for name in large}
     own = {name: fit for name, fit in fits.items() if evidence.explained(step, [name]) and fit.condition < 1e3}
     if len(own) < 2:
+        residuals = evidence.residuals(step, names)
         return (
             "the clipped update is not made of the samples' gradients with one factor a sample: samples are mixed up "
-            f"before they are clipped (largest residual in {_worst_residual(evidence, step, names)})"
+            f"before they are clipped (largest residual in {max(residuals, key=lambda name: residuals[name])})"
         )
     factors = torch.stack([fit.factors for fit in own.values()])  # (parameters, B)
     sample = int((factors.amax(0) - factors.amin(0)).nan_to_num(0.0).argmax())
@@ -237,8 +238,3 @@ def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
         f"{shown[low]}, {factors[high, sample]:.3g} for {shown[high]}): each layer is clipped by itself, where flat "
         "clipping has one factor for the whole gradient"
     )
-
-
-def _worst_residual(evidence: Evidence, step: int, names: Sequence[str]) -> str:
-    residuals = evidence.residuals(step, names)
-    return max(residuals, key=lambda name: residuals[name])

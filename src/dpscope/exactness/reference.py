@@ -1,7 +1,8 @@
 """The reference: the gradient of each sample by itself, by plain autograd, and the clipped sums that follow from it.
 
 All samples' gradients of a large model would not fit in memory. So parameters come in turns, and each turn's gradients
-are computed again whenever they are needed.
+are computed again whenever they are needed. Where samples mix, none has a gradient of its own: each sample's loss in
+the batch is held against its loss alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpscope.audit.loop import Tensors
-from dpscope.audit.memory import release_memory
-from dpscope.batches import sample_of
-from dpscope.exactness.subject import Subject
+from dpscope.audit.loop import Tensors, release_memory
+from dpscope.audit.tracing import recording
+from dpscope.batches import cast_batch, sample_of
+from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import gradients_by_name
 
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
@@ -69,11 +71,6 @@ class Reference:
     def norms(self) -> Tensor:
         """(B,) ‖v_b‖ over all parameters together."""
         return torch.stack([gram.diagonal() for gram in self.grams.values()]).sum(0).sqrt()
-
-    @property
-    def is_flat(self) -> bool:
-        """True if a sample has one factor for all parameters."""
-        return self.clipping != "per_layer"
 
     def factors(self, clip_norm: float) -> FactorsByName:
         """Return the factors of the clipping rule: (B,) for each parameter."""
@@ -271,3 +268,73 @@ def _relative(differences: dict[str, float], sizes: dict[str, float]) -> dict[st
         size = max(sizes[name], VANISHING_SHARE * total)
         errors[name] = 0.0 if difference == 0 else difference / size if size and difference < math.inf else math.inf
     return errors
+
+
+Outputs = list[tuple[str, Tensor]]  # (`in` a module, a tensor of its output), in the order modules finished
+
+
+def find_mixing(subject: Subject) -> str | None:
+    """Find where the samples of a batch mix; None if they do not."""
+    model, _ = subject.fresh(torch.float64)
+    together, whole = _run(subject, model, subject.batch)
+    for index in range(subject.batch_size):
+        alone, single = _run(subject, model, sample_of(subject.batch, index, subject.batch_size))
+        if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
+            continue
+        where = _first_difference(whole, single, index, subject.batch_size)
+        what = where or "in the loss: every module's output for a sample is its own"
+        return (
+            f"samples mix {what}. Alone, sample {index} has a loss of {float(alone[0]):.6g}; in the batch, "
+            f"{float(together[index]):.6g}. A sample then has no gradient of its own and no clipping bounds its share"
+        )
+    return None
+
+
+def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
+    """Return the gradient of the sum of all losses, by parameter; None if the loss does not depend on it."""
+    model, batch = subject.fresh(torch.float64)
+    found = gradients_by_name(subject.loss(model, batch).sum(), model)
+    return {name: None if g is None else g.cpu().double() for name, g in found.items()}
+
+
+def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Reference) -> str | None:
+    """Compare the batch's gradient with its samples' sum: only a hand-written backward pass makes them differ."""
+    if not all(reference.finite):
+        return None  # a sum with such a sample in it says nothing
+    found = {name: g for name, g in gradient.items() if g is not None}
+    errors = (
+        compare(reference, [found], [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))])[0].errors
+        if found
+        else {}
+    )
+    name = next((name for name, error in errors.items() if error > REPEATABLE), None)
+    if name is None:
+        return None
+    return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
+
+
+def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Outputs]:
+    with recording(model) as trace:
+        losses = subject.loss(model, cast_batch(batch, torch.float64)).detach()
+    return losses, [value for value in trace.values if value[0].startswith("in ")]
+
+
+def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:
+    for (where, together), (_, alone) in zip(whole, single, strict=False):
+        share = _sample_part(together, alone, index, batch_size)
+        if share is None:
+            continue
+        difference, size = float((share.double() - alone.double()).norm()), float(alone.double().norm())
+        if not math.isfinite(difference) or difference > REPEATABLE * size:
+            return where
+    return None
+
+
+def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
+    """Return the sample's part of a tensor, along the dimension that is `batch_size` times longer."""
+    if together.dim() != alone.dim():
+        return None
+    longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]
+    if len(longer) != (batch_size > 1) or any(together.shape[d] != batch_size * alone.shape[d] for d in longer):
+        return None
+    return together.chunk(batch_size, longer[0])[index] if longer else together

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from dpscope.audit.verdict import Audit, audit_sentences, audit_table, conclusion
 from dpscope.plain_text import as_json, bare_table, render_plain
-from dpscope.sentences import group_names
-from dpscope.units import MISSING
+from dpscope.units import MISSING, group_names
 from dpscope.vocabulary.statuses import SKIPPED
 
 EXACT, NOT_EXACT = "exact", "NOT EXACT"  # further verdicts: SKIPPED, FAILED

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.audit.memory import free_memory
+from dpscope.audit.loop import free_memory
 from dpscope.batches import LossFn, batch_size_of, cast_batch
 from dpscope.errors import UserError
 from dpscope.flash.oracle import gradients_by_name
-from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
+from dpscope.units import list_names
 from dpscope.workloads.workload import Batch, Workload, silence
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.

@@ -1,21 +1,116 @@
-"""Updates of a method in one step, read off the parameters alone."""
+"""Updates of a method in one step, read off the parameters alone, and their errors.
+
+A trainer is also made into a loop here, so that the methods dpscope compares pass the same tests as any training loop.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpscope.audit.loop import Tensors
-from dpscope.audit.memory import release_memory
-from dpscope.audit.trainer import HUGE_LEARNING_RATE, StepSettings
-from dpscope.batches import split_batch
+from dpscope.audit.loop import Loop, MakeLoop, Tensors, release_memory
+from dpscope.batches import LossFn, split_batch
 from dpscope.errors import UserError
+from dpscope.exactness.reference import (
+    Comparing,
+    Reference,
+    UpdateComparison,
+    factors_of,
+    fit_factors,
+    sample_gradients,
+    weighted,
+)
+from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 from dpscope.trainers.base import TrainerBase
-from dpscope.vocabulary.settings import TrainerSettings
+from dpscope.vocabulary.settings import EAGER, TrainerSettings
+from dpscope.workloads.workload import Batch
+
+# With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
+# so that nothing else is.
+HUGE_LEARNING_RATE = 2.0**40
+DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of the steps that a method is tested in."""
+
+    accumulate: int = 1  # physical batches of a step
+    checkpoint_blocks: bool = False
+    compile: str = EAGER
+    clipping: str = "flat"
+    cuda_graph: bool = False
+
+    def batch_size_of(self, samples: int) -> int:
+        """Return the physical batch size of a trainer whose steps have this many samples."""
+        if samples % self.accumulate:
+            raise UserError(
+                f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "
+                f"is a multiple of {self.accumulate}"
+            )
+        return samples // self.accumulate
+
+    def make_trainer(
+        self, kind: type[TrainerBase], model: nn.Module, loss: LossFn, samples: int, **privacy: Any
+    ) -> TrainerBase:
+        """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
+        sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
+        return kind(model, loss, TrainerSettings(batch_size=self.batch_size_of(samples), **asdict(self), **sgd))
+
+
+def loop_maker(
+    trainer_class: type[TrainerBase],
+    make_model: Callable[[], nn.Module],
+    loss: LossFn,
+    batch_size: int,
+    how: StepSettings,
+) -> MakeLoop:
+    def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
+        model = make_model()
+        privacy = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "seed": seed}
+        trainer = how.make_trainer(trainer_class, model, loss, batch_size, **privacy)
+        rate = 1 / DATASET_BATCHES
+
+        def step(batch: Batch) -> None:
+            trainer.train_step(*split_batch(batch, how.accumulate))
+
+        return Loop(
+            model=trained_model(trainer, model),
+            step=step,
+            scale=HUGE_LEARNING_RATE / batch_size,
+            accountant=_account(trainer, rate),
+            sample_rate=rate,
+            save=lambda: copy.deepcopy(trainer.optimizer.state_dict()),
+            resume=trainer.optimizer.load_state_dict,
+        )
+
+    return make_loop
+
+
+def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
+    """Return the module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
+    own = {id(p) for p in model.parameters()}
+    return model if own & {id(p) for p in trainer.model.parameters()} else trainer.model
+
+
+def _account(trainer: TrainerBase, sample_rate: float) -> Any:
+    """Return Opacus's accountant, attached to an optimizer that has step hooks; None if it has none."""
+    attach = getattr(trainer.optimizer, "attach_step_hook", None)
+    if attach is None:
+        return None
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    attach(accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+    return accountant
 
 
 @dataclass(frozen=True)
@@ -45,16 +140,9 @@ def measure_update(
     """
     model, batch = subject.fresh(dtype)
     before = dict(subject.model.named_parameters())
-    settings = TrainerSettings(
-        **how.divide(subject.batch_size),
-        optimizer="sgd",
-        learning_rate=HUGE_LEARNING_RATE,
-        noise_multiplier=0.0,
-        max_grad_norm=clip_norm,
-        seed=seed,
-    )
     torch.manual_seed(seed)
-    trainer = trainer_class(model, subject.loss, settings)
+    privacy = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "seed": seed}
+    trainer = how.make_trainer(trainer_class, model, subject.loss, subject.batch_size, **privacy)
     trainer.train_step(*split_batch(batch, how.accumulate))
     sums, moved, trainable = {}, [], set(subject.trainable)
     for name, after in _trained_parameters(trainer, model).items():
@@ -73,10 +161,68 @@ def measure_update(
 
 def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters after the step, under the model's own names. A trainer may wrap or copy the model."""
-    own = dict(model.named_parameters())
-    trained = list(trainer.model.parameters())
-    if {id(p) for p in own.values()} & {id(p) for p in trained}:
-        return dict(own)
+    own, trained = dict(model.named_parameters()), list(trained_model(trainer, model).parameters())
     if [p.shape for p in trained] != [p.shape for p in own.values()]:
         raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
     return dict(zip(own, trained, strict=True))
+
+
+# Beyond this the samples' gradients are so nearly parallel that an update does not say who contributed what.
+MAX_CONDITION = 1e3
+
+
+def measure_errors(
+    reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[UpdateComparison]
+) -> tuple[float | None, list[StepErrors]]:
+    """Return the error of the norms, read off the step in which every factor is C/norm, and the errors of each step."""
+    norm_error, steps = None, []
+    for clip_norm, comparison in zip(clip_norms, comparisons, strict=True):
+        by_parameter = comparison.errors
+        fit = fit_factors(reference, comparison, reference.names)
+        told = reference.norms > 0
+        ratios = fit.factors[told] / reference.factors(clip_norm)[reference.names[0]][told]
+        known = fit.condition < MAX_CONDITION and reference.clipping != "per_layer"  # one factor for all parameters
+        norm_error = _largest(1 / ratios - 1) if known else None
+        steps.append(
+            StepErrors(
+                clip_norm=clip_norm,
+                clipped=int((reference.norms > clip_norm).sum()),
+                factor_error=_largest(ratios - 1) if known else None,
+                worst_parameter=max(by_parameter, key=lambda name: by_parameter[name]),
+                parameter_errors=by_parameter,
+            )
+        )
+    return norm_error, steps
+
+
+def _largest(errors: Tensor) -> float:
+    return float(errors.abs().nan_to_num(math.inf).max())
+
+
+def measure_rounding(
+    subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype
+) -> MethodCheck:
+    """Run micro-batches of one in the number format that is checked: the error of rounding alone."""
+    if not clip_norms:  # no sample has a gradient of its own
+        return MethodCheck("rounding", EXACT)
+    found_norms = [
+        {name: float(g.double().norm()) for name, g in found.items()}
+        for found in sample_gradients(subject, dtype, reference.names)
+    ]
+    norms = {name: torch.tensor([each[name] for each in found_norms]) for name in reference.names}
+    whole = torch.stack([each.square() for each in norms.values()]).sum(0)
+    has_share = whole.isfinite() & (whole > 0)
+    if not has_share.any():
+        raise UserError(
+            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss to "
+            "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
+        )
+    factors = [factors_of(reference.clipping, norms, clip_norm) for clip_norm in clip_norms]
+    comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]
+    for turn in reference.walk():
+        found = list(compress(sample_gradients(subject, dtype, list(turn)), has_share.tolist()))
+        for name, gradients in turn.items():
+            for each, own in zip(comparing, factors, strict=True):
+                each.add(name, weighted(own[name][has_share], [g[name].double() for g in found]), gradients)
+    norm_error, steps = measure_errors(reference, clip_norms, [each.done(reference.names) for each in comparing])
+    return MethodCheck("rounding", EXACT, norm_error=norm_error, steps=steps)

@@ -12,15 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.compiled.regions import Region, region_taps
-from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS, refuse_hooks
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
-from dpscope.flash.ranks.distributed import ReplicaTap
-from dpscope.flash.ranks.layout import refuse_shards_inside
+from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.proxy import Unclipped
 from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
 from dpscope.flash.taps.taps import Engine, LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
@@ -81,9 +80,9 @@ class Attachment:
         ladder = self._ladder
         units = layers.plan(self._model, ladder.whole, ladder.followed)
         refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
-        rehearsals = self._engine.rehearsals
-        rehearsals.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
-        rehearsals.followed = [unit.module for unit in units if unit.followed]
+        verification = self._engine.verification
+        verification.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
+        verification.followed = [unit.module for unit in units if unit.followed]
         for unit in units:
             tap = unit.make(self._engine, unit.name, unit.module)
             self._install(tap)
@@ -130,7 +129,7 @@ class Attachment:
             return self.retap(changed, "it is no longer the layer that it was")
         if all(type(module).forward is forward for module, forward in self._forwards.items()):
             return False
-        self._engine.rehearsals.forget()
+        self._engine.verification.forget()
         self._untap()
         self._tap()
         return True
@@ -197,13 +196,13 @@ class Attachment:
     ) -> bool:
         """Tap modules in the next way of the `Ladder`; return whether there is one.
 
-        Without modules, tap all again: a rehearsal was refused, perhaps because a dimension equals the batch size by
+        Without modules, those whose parameters are followed are meant: perhaps a dimension equals the batch size by
         chance.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)
-        expanded = list(self._engine.rehearsals.expanded)
-        self._engine.rehearsals.forget()
+        expanded = list(self._engine.verification.expanded)
+        self._engine.verification.forget()
         if not strays and sum(tap.reconsider() for tap in followed if not modules or tap.module in modules):
             return True
         own = [tap.module for tap in followed if tap.module in modules]
@@ -232,11 +231,7 @@ class Attachment:
             # Autograd passes by without one where a compiled graph holds the parameter.
             if gradient is None or OWN_GRADIENTS.are_taken:
                 return
-            raise UserError(
-                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of its module, or "
-                "was unfrozen later. Call the module instead, or attach a new engine; other causes are in "
-                "docs/sharp-edges.md#unclipped-gradient"
-            )
+            raise Unclipped(name)
 
         parameter, trainable = slot.parameter, slot.parameter.requires_grad
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from dpscope.errors import UserError
 
+COMBINATIONS: list[Combination] = []
+"""All that are made below, in their order."""
 
-class Combination(NamedTuple):
+
+@dataclass(frozen=True)
+class Combination:
     """Two things that do not go together, why, and what to do instead. {names} are filled in where it is refused."""
 
     one: str
@@ -15,11 +19,14 @@ class Combination(NamedTuple):
     why: str
     instead: str
 
+    def __post_init__(self) -> None:
+        COMBINATIONS.append(self)
+
     def error(self, **names: object) -> UserError:
         return UserError(f"{self.why.format(**names)}: {self.instead}")
 
 
-_MESHES = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
+MESHES = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
 _SPREADS = "{name} ({kind}) spreads the model in a way that is not supported"
 _OPTION = "DistributedDataParallel({option}=…) changes how gradients are made, and flash clipping makes them itself"
 
@@ -50,22 +57,34 @@ WRAPPERS = {
         "a stage of a pipeline has no whole sample; use fully_shard (FSDP2)",
     ),
 }
+COMPILED_FORWARD = Combination(
+    "a private model",
+    "a compiled `forward` (a function, not the module)",
+    "the forward of {name} was compiled as a function, in which flash clipping cannot record its layers",
+    "compile the module instead, by module.compile() or torch.compile(module)",
+)
+FOREIGN_SCALER = Combination(
+    "a private optimizer",
+    "torch's `GradScaler`",
+    "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled gradients",
+    "use dpscope.flash.GradScaler(optimizer=optimizer)",
+)
 DDP_OPTIONS = Combination("DDP", "`static_graph`, `mixed_precision`", _OPTION, "leave it out")
 SHARDS_IN_DDP = Combination(
-    "DDP", "`fully_shard` inside it", "{name} is sharded inside {kind}", f"{_MESHES}, one of them"
+    "DDP", "`fully_shard` inside it", "{name} is sharded inside {kind}", f"{MESHES}, one of them"
 )
 MODEL_PARALLEL = Combination(
     "FSDP2, HSDP",
     "tensor, pipeline or context parallelism",
     "{name} is sharded over a mesh with the dimension {dimension!r}, over which a sample is spread (tensor, pipeline "
     "or context parallelism)",
-    _MESHES,
+    MESHES,
 )
 PART_OF_WORLD = Combination(
     "FSDP2, HSDP",
     "a mesh of some of the processes",
     "{name} is sharded over {size} of {world} processes (tensor, pipeline or context parallelism?)",
-    _MESHES,
+    MESHES,
 )
 OFFLOADED = Combination(
     "FSDP2, HSDP",
@@ -121,18 +140,6 @@ PADDED_OPACUS = Combination(
     "pad_batches needs flash clipping",
     "leave out grad_sample_mode",
 )
-FOREIGN_SCALER = Combination(
-    "a private optimizer",
-    "torch's `GradScaler`",
-    "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled gradients",
-    "use dpscope.flash.GradScaler(optimizer=optimizer)",
-)
-COMPILED_FORWARD = Combination(
-    "a private model",
-    "a compiled `forward` (a function, not the module)",
-    "the forward of {name} was compiled as a function, in which flash clipping cannot record its layers",
-    "compile the module instead, by module.compile() or torch.compile(module)",
-)
 ADAM_BC = Combination(
     "`adam_bc`",
     "other optimizers than Adam and AdamW, `amsgrad`",
@@ -144,27 +151,6 @@ ADAM_BC_UNFUSED = Combination(
     "`fused=False`, `secure_mode`, hooks of the optimizer, `pre_step()`",
     "adam_bc needs the fused update, which {cause} rules out",
     "call step() of an optimizer without hooks and without a learning rate as a tensor, and leave out fused=False",
-)
-
-COMBINATIONS: tuple[Combination, ...] = (
-    *WRAPPERS.values(),
-    COMPILED_FORWARD,
-    FOREIGN_SCALER,
-    DDP_OPTIONS,
-    SHARDS_IN_DDP,
-    MODEL_PARALLEL,
-    PART_OF_WORLD,
-    OFFLOADED,
-    SAMPLED_SHARDS,
-    SECURE_RANKS,
-    MADE_UP_RANKS,
-    GRAPHED_RANKS,
-    GRAPHED_BLOCKS,
-    GRAPHED_SCALER,
-    PADDED_ROWS,
-    PADDED_OPACUS,
-    ADAM_BC,
-    ADAM_BC_UNFUSED,
 )
 
 

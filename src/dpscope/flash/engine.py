@@ -21,30 +21,28 @@ from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.checkpointing.closing import LocalCloser, RankCloser, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
+from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
-from dpscope.flash.gradients.parameter_hooks import refuse_hooks
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
-from dpscope.flash.gradients.row_groups import RowGroups
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import Slot, refuse_hooks
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
-from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
-from dpscope.flash.step.captured import CapturedBatch, StaticInputs
-from dpscope.flash.step.closing import LocalCloser, RankCloser, one_by_one
-from dpscope.flash.step.microbatch import MicroBatch, Normed, RunningSum, SumBatch
+from dpscope.flash.sample_rows.verification import Verification
+from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
-from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
+from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.instance_method import InstanceMethod
@@ -154,7 +152,7 @@ class FlashEngine:
         self.running_sums = RunningSums(self._slots.values())
         self.closer = LocalCloser(self._slots) if self.ranks is None else RankCloser(self._slots, self.ranks)
         self._attachment = Attachment(self, given, self.ranks)
-        self.rehearsals = RehearsedCalls(
+        self.verification = Verification(
             self,
             self.state,
             begin_way=self._attachment.tap_regions,
@@ -164,7 +162,7 @@ class FlashEngine:
         self.forwards: ForwardPasses = ForwardPasses(
             self.model,
             self.state,
-            self.rehearsals,
+            self.verification,
             retap=self._attachment.retap,
             close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             abandon=self._abandon_draw,
@@ -197,7 +195,7 @@ class FlashEngine:
     @property
     def modules(self) -> list[nn.Module]:
         """All modules of the model."""
-        return self.rehearsals.modules
+        return self.verification.modules
 
     @property
     def rows_are_grouped(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
@@ -31,7 +32,7 @@ class OutOfFakeMemory(Exception):
     """A step needs more than the limit."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class MemoryBlock:
     size: int
     segment: int
@@ -68,8 +69,9 @@ class Segments:
             self._put(remaining, pool)
         block.free = False
         self.allocated += block.size
-        self.step_peak = max(self.step_peak, self.allocated)
-        self.peak_allocated = max(self.peak_allocated, self.step_peak)
+        if self.allocated > self.step_peak:
+            self.step_peak = self.allocated
+            self.peak_allocated = max(self.peak_allocated, self.step_peak)
         return block
 
     def free(self, block: MemoryBlock) -> None:
@@ -150,7 +152,7 @@ class Allocator:
     def note_call(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Count the storages that an operator made, and what it allocated internally."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 self._note(tensor)
         inside = bytes_inside(func, args, self._card)
         if inside:
@@ -169,9 +171,11 @@ class Allocator:
 
     def begin_again(self, limit: int | None) -> None:
         """Reset the peak, and set how many bytes may be reserved from now on."""
-        self.segments.release()
-        self.segments.limit = limit
-        self.segments.peak_allocated, self.segments.peak_reserved = self.segments.allocated, self.segments.reserved
+        segments = self.segments
+        segments.release()
+        segments.limit = limit
+        segments.step_peak = segments.peak_allocated = segments.allocated
+        segments.peak_reserved = segments.reserved
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a storage: FSDP frees gathered parameters by resizing their storages to zero."""

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 KEY = "AutocastCUDA"
 _EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -126,6 +125,8 @@ def _told(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call(operator: Any, cast: Caster, args: Any, kwargs: Any) -> Any:
+    def cast_all(value: Any) -> Any:
+        return [cast(each) for each in value] if isinstance(value, list | tuple) else cast(value)
+
     with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
-        args, kwargs = tree_map(cast, (args, kwargs))
-        return operator(*args, **kwargs)
+        return operator(*map(cast_all, args), **{name: cast_all(value) for name, value in kwargs.items()})

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
 from dpscope.flash.torch_side.shards import is_shard_type
+from dpscope.forecast import fake_values
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators
 from dpscope.forecast.fake_autocast import fake_autocast
-from dpscope.forecast.fake_values import LARGEST_VALUE, FakeValues
 from dpscope.forecast.remembered_results import RememberedResults
 
 DEVICE = torch.device("cuda:0")
@@ -38,8 +38,8 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
 
     `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
     """
-    allocator, values = Allocator(card, limit), FakeValues()
-    mode = _Mode(allocator, values)  # before the patches: it imports what looks at the functions that they replace
+    allocator = Allocator(card, limit)
+    mode = _Mode(allocator)  # before the patches: it imports what looks at the functions that they replace
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
     with ExitStack() as stack:
         for each in (*_patches(), patch.object(torch.UntypedStorage, "resize_", _resizing(allocator))):
@@ -49,11 +49,12 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
-        yield FakeDevice(allocator, values, run)
+        yield FakeDevice(allocator, run)
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
 _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
+_USUAL_TYPES = ((), (FakeTensor,))
 
 
 class _Mode(FakeTensorMode):
@@ -62,10 +63,9 @@ class _Mode(FakeTensorMode):
     Operators inside torch's implementation of fake tensors are ignored: a GPU runs other kernels in their place.
     """
 
-    def __init__(self, allocator: Allocator, values: FakeValues) -> None:
+    def __init__(self, allocator: Allocator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocator = allocator
-        self._values = values
         self._results = RememberedResults(self)
         self._is_inside = False
 
@@ -77,37 +77,38 @@ class _Mode(FakeTensorMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in _IN_PLACE:
-            return None
+        if types not in _USUAL_TYPES and any(map(is_shard_type, types)):
+            return NotImplemented  # until it has come to the parts that this rank holds
         kwargs = kwargs or {}
-        if any(map(is_shard_type, types)):  # until it has come to the parts that this rank holds
-            return NotImplemented
-        make = partial(self._make, func, types, args, kwargs)
-        if self._is_inside:
-            return make()
-        return self._values.call(func, args, kwargs, make, self)
-
-    def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and device.type == "meta":  # which C++ calls it
+        if (device := kwargs.get("device")) is not None and device.type == "meta":  # which C++ calls it
             kwargs = {**kwargs, "device": DEVICE}
-        is_inside, self._is_inside = self._is_inside, True
+        if self._is_inside:
+            return self._results.call(func, args, kwargs, partial(self._compute, func, types))
+        if fake_values.reads_values(func):
+            return fake_values.read(func, args)
+        self._is_inside = True
         try:
-            result = self._results.call(func, args, kwargs, partial(super().__torch_dispatch__, func, types))
+            result = self._results.call(func, args, kwargs, partial(self._compute, func, types))
+        except fake_tensor.DynamicOutputShapeException:
+            self._is_inside = False
+            with self:
+                return fake_values.shaped_by_values(func, args, kwargs)
         finally:
-            self._is_inside = is_inside
-        if not is_inside:
-            self._allocator.note_call(func, args, result)
+            self._is_inside = False
+        self._allocator.note_call(func, args, result)
+        fake_values.follow(func, args, kwargs, result)
         return result
+
+    def _compute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return None if func._schema.name in _IN_PLACE else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class FakeDevice:
     """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
-    def __init__(self, allocator: Allocator, values: FakeValues, run: DryRun) -> None:
+    def __init__(self, allocator: Allocator, run: DryRun) -> None:
         self.allocator = allocator
         self.run = run
-        self._values = values
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
         """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
@@ -119,8 +120,8 @@ class FakeDevice:
                 tensor = tensor[torch.arange(rows) % len(tensor)] if not tensor.is_floating_point() else tensor
         shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
-        if not tensor.is_floating_point() and tensor.numel() <= LARGEST_VALUE:
-            self._values.know(fake, tensor)
+        if not tensor.is_floating_point() and tensor.numel() <= fake_values.LARGEST_VALUE:
+            fake_values.know(fake, tensor)
         return fake
 
 

@@ -84,6 +84,7 @@ def _patches(allocator: Allocator) -> Iterator[Any]:
     yield patch(f"{_DDP}.dist._compute_bucket_assignment_by_size", _bucket_by_dtype)
     yield patch(f"{_FSDP}._validate_no_meta_params", MagicMock(), create=True)
     yield patch.object(DTensor, "device", property(lambda tensor: tensor._local_tensor.device), create=True)
+    yield patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True)  # Opacus copies a layer
     for name in ("__init__", "__getitem__"):
         yield patch.object(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
     for place in ("torch.distributed.device_mesh", "torch.distributed.fsdp._fully_shard._fsdp_init"):

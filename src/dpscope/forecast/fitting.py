@@ -15,8 +15,7 @@ from dpscope.forecast.cards import CARDS, Card
 from dpscope.forecast.probe import Say
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
-from dpscope.sentences import list_names
-from dpscope.units import format_bytes
+from dpscope.units import format_bytes, list_names
 
 LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not

@@ -21,6 +21,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.configs import WorkloadConfig, find_workload
+from dpscope.workloads.workload import build_workload
 
 DEFAULT_LOGICAL_BATCH = 256
 Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
@@ -49,17 +50,22 @@ class Wish:
                 raise UserError(f"{name.replace('_', ' ')} must be a number above 0, not {value}")
         if self.hours is not None and self.epochs is not None:
             raise UserError("--hours and --epochs both say how long to train: give one of them")
-        if self.samples is None and any(v is not None for v in (self.epsilon, self.epochs, self.hours)):
+        if self.samples is None and (self.hours is not None or self.is_private):
             raise UserError("privacy and length depend on the data: give --samples")
+        if self.price_per_hour is not None and self.epochs is None and self.hours is None and self.epsilon is None:
+            raise UserError("the price depends on how long to train: give --samples, and --epochs or --hours")
+        if self.samples is not None:
+            self.goal()  # which checks the rest
 
     @property
     def logical(self) -> int:
         return self.logical_batch or min(DEFAULT_LOGICAL_BATCH, self.samples or DEFAULT_LOGICAL_BATCH)
 
     @property
-    def is_of_known_length(self) -> bool:
-        """True if steps and noise follow without knowing the step time."""
-        return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
+    def is_private(self) -> bool:
+        """True if something of the privacy is given."""
+        given = (self.epsilon, self.epochs, self.noise_multiplier, self.delta)
+        return any(value is not None for value in given)
 
     def goal(self, steps: int | None = None) -> PrivacyGoal:
         """Return the privacy goal, with the number of steps that the hours allow."""
@@ -106,7 +112,8 @@ def plan(
         predicted
     """
     asked = Wish(**wish)
-    spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs
+    # Wrong input is said before anything runs. Without hours, steps and noise follow without the step time.
+    spent = account(asked.goal()) if asked.is_private and asked.hours is None else None
     config = find_workload(workload)
     specs = [
         RunSpec(
@@ -118,11 +125,16 @@ def plan(
         )
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
+    private = any(resolve_method(spec.method).private for spec in specs)
+    if private and asked.hours is not None and asked.epsilon is None and asked.noise_multiplier is None:
+        raise UserError("the noise is open: give --epsilon or --noise-multiplier")
     if prober is not None and specs[0].world_size > 1:
         raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
     card, remarks = _card_for(asked, specs, say)
     workers = workers if prober is None else 1
-    found = run_side_by_side([partial(_plan_method, spec, card, asked, spent, prober) for spec in specs], workers, say)
+    build_workload(config, batch_size=1, seq_len=seq_len)  # imports what each copy of this process would import
+    tasks = [partial(_plan_method, spec, card, asked, spent, prober) for spec in specs]
+    found = run_side_by_side(tasks, workers, say)
     if all("refused" in row for row in found):
         raise UserError(found[-1]["refused"])
     if specs[0].compile != EAGER and prober is None:
@@ -134,7 +146,6 @@ def plan(
         )
     if not card.measured and prober is None:
         remarks.append(f"Times are scaled from the {card.title}'s data sheet: only an H200 was measured.")
-    private = any(resolve_method(spec.method).private for spec in specs)
     return {
         "how": "predicted" if prober is None else "probed",
         "workload": config.name,
@@ -206,7 +217,11 @@ def _plan_method(
     }
     row["samples_per_second"] = batch * ranks / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
-    return row | _training(asked, spent, row["logical_seconds"], ranks, private=resolve_method(spec.method).private)
+    private = resolve_method(spec.method).private
+    try:
+        return row | _training(asked, spent, row["logical_seconds"], ranks, private=private)
+    except UserError as refusal:  # of hours that are too few for this method
+        return {**row, "batch_size": 0, "refused": str(refusal)}
 
 
 def _probe(spec: RunSpec, card: Card, largest: int, say: Say, prober: Prober) -> Correction:

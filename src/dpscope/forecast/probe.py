@@ -26,7 +26,7 @@ from dpscope.forecast.cards import CARDS
 from dpscope.forecast.step import StepForecast
 from dpscope.forecast.work import slower_of
 from dpscope.instruments.timing import CudaClock
-from dpscope.instruments.trace.busy import busy_seconds
+from dpscope.instruments.trace.attribution import busy_seconds
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.components import UNATTRIBUTED

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_META = torch.device("meta")
+_make_subclass: Callable[..., Any] = Tensor._make_subclass  # torch's own, which the fake device replaces
 _CHANGES_TENSORS = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 
 
@@ -50,7 +52,8 @@ class _Recipe(NamedTuple):
 class RememberedResults:
     """Results of a mode's operators. Recipes hold no tensors, so that later modes use them, too."""
 
-    _recipes: ClassVar[dict[Any, tuple[type, list[_Recipe]] | None]] = {}
+    # By key: the operator, which keeps its id alive, the kind of its results, their recipes; None if unusual.
+    _recipes: ClassVar[dict[Any, tuple[Any, type, list[_Recipe]] | None]] = {}
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -59,75 +62,79 @@ class RememberedResults:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Return the result of a call: made anew if it is known, else computed."""
         key = key_of(func, args, kwargs)
-        if key is None:
-            return compute(args, kwargs)
-        if (known := self._recipes.get(key)) is not None:
-            kind, recipes = known
-            made = [self._make(recipe, args) for recipe in recipes]
-            return kind(made) if kind in (list, tuple) else made[0]
+        known = None if key is None else self._recipes.get(key)
+        if known is not None:
+            _, kind, recipes = known
+            if kind is list or kind is tuple:
+                return kind([self._make(recipe, args) for recipe in recipes])
+            return self._make(recipes[0], args)
         result = compute(args, kwargs)
-        if key not in self._recipes:
+        if key is not None and key not in self._recipes:
             kind = type(result)
             try:
-                recipes = [_recipe(each, key, args) for each in (result if kind in (list, tuple) else [result])]
-                self._recipes[key] = kind, recipes
+                recipes = [_recipe(func, each, key, args) for each in (result if kind in (list, tuple) else [result])]
+                self._recipes[key] = func, kind, recipes
             except _Unusual:
                 self._recipes[key] = None
         return result
 
     def _make(self, recipe: _Recipe, args: tuple[Any, ...]) -> Any:
-        look = recipe.look
+        look, argument, same, value = recipe
         if look is None:
-            return recipe.value
-        if recipe.argument is not None and recipe.same:
-            return args[recipe.argument]
-        empty = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
-        if recipe.argument is not None:
-            storage: Any = args[recipe.argument].untyped_storage()
-            empty.set_(storage, look.offset, look.shape, look.stride)
-        if look.device not in self._states:  # of the first tensor on the device, as torch makes it
-            self._states[look.device] = vars(FakeTensor(self._mode, empty, look.device)).copy()
-        options: Any = {"device_for_backend_keys": look.device}
-        fake: Tensor = Tensor._make_subclass(FakeTensor, empty, False, **options)
-        vars(fake).update(self._states[look.device])
+            return value
+        if same and argument is not None:
+            return args[argument]
+        dtype, shape, stride, offset, device = look
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        if argument is not None:
+            empty.set_(args[argument].untyped_storage(), offset, shape, stride)
+        state = self._states.get(device)
+        if state is None:  # of the first tensor on the device, as torch makes it
+            state = self._states[device] = vars(FakeTensor(self._mode, empty, device)).copy()
+        fake = _make_subclass(FakeTensor, empty, False, device_for_backend_keys=device)
+        fake.__dict__.update(state)
         return fake
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the cache key of a call on fake tensors; None if the call is unusual."""
-    if func._schema.name in _CHANGES_TENSORS or any(isinstance(value, Tensor) for value in kwargs.values()):
-        return None
     try:
-        named = tuple((name, _describe(value)) for name, value in kwargs.items())
-        return func, torch.get_default_dtype(), tuple(map(_describe, args)), named
+        parts = [_describe(value) for value in args]
+        if kwargs:
+            if any(isinstance(value, Tensor) for value in kwargs.values()):
+                return None
+            parts += (tuple(kwargs), *map(_describe, kwargs.values()))
     except _Unusual:
         return None
+    return id(func), torch.get_default_dtype(), *parts
 
 
 def _describe(value: Any) -> Any:
-    if isinstance(value, FakeTensor):
-        if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
-            raise _Unusual
-        return _Look(value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.fake_device)
     kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+            raise _Unusual
+        return value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device
     if kind in _PLAIN:
         return kind, value
-    if kind in (list, tuple):
-        return (kind, *map(_describe, value))
+    if kind is list or kind is tuple:
+        return kind, *map(_describe, value)
     raise _Unusual
 
 
-def _recipe(result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
+def _recipe(func: Any, result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
+    if func._schema.name in _CHANGES_TENSORS:
+        raise _Unusual
     if type(result) in _PLAIN:
         return _Recipe(value=result)
-    look = _describe(result)
-    if not isinstance(look, _Look) or result.requires_grad:
+    if not isinstance(result, FakeTensor) or result.requires_grad:
         raise _Unusual
+    look = _Look(*_describe(result))
     storage = result.untyped_storage()
     for place, argument in enumerate(args):
         if isinstance(argument, FakeTensor) and argument.untyped_storage()._cdata == storage._cdata:
             same = result is argument
-            if same and look != key[2][place]:
+            if same and look != key[2 + place]:
                 raise _Unusual
             return _Recipe(look, place, same)
     if look.offset or storage.nbytes() != look.nbytes or _is_within(storage, args):

@@ -21,9 +21,9 @@ from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
 from dpscope.forecast.fake_world import fake_world
 from dpscope.forecast.work import Work
-from dpscope.instruments.collectives import CollectiveBytes
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.memory.record import Life
+from dpscope.instruments.trace.attribution import CollectiveBytes
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
 from dpscope.vocabulary.components import GRADIENTS, INPUTS, UNATTRIBUTED
@@ -90,7 +90,7 @@ def forecast_step(
         said = " ".join(str(error).split())[:200]
         raise UserError(
             f"a step of {spec.method} cannot be followed on fake tensors ({type(error).__name__}: {said}): make every "
-            "tensor inside of the workload's functions, or measure it on a GPU (--probe)"
+            "tensor inside of the workload's functions, or measure it on a GPU (dpscope compare)"
         ) from error
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -122,7 +122,8 @@ def _step(
     segments = device.allocator.segments
     segments.step_peak = 0
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
-    with work.watching() if detailed else nullcontext(), CollectiveBytes() as sent:
+    sent = CollectiveBytes()
+    with work.watching() if detailed else nullcontext(), sent if spec.world_size > 1 else nullcontext():
         trainer.train_step(*batches)
     steady, peak, reserved = segments.step_peak, segments.peak_allocated, segments.peak_reserved
     if not detailed:

@@ -21,8 +21,8 @@ from dpscope.forecast.cards import Card
 from dpscope.forecast.remembered_results import key_of
 from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
-from dpscope.vocabulary import launches, phases
-from dpscope.vocabulary.families import ATTENTION, GEMM
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.phases import ATTENTION, GEMM
 
 UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
 CONVOLUTION = "convolution"
@@ -69,9 +69,13 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phases: list[str] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}  # what `_add` takes, of calls that look alike
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `fake_device.py`
+
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with phases.listening(self._in_phase), launches.hearing(self._launched), self:
+        with phases.listening(self._in_phase), phases.hearing(self._launched), self:
             yield
 
     @contextmanager
@@ -116,7 +120,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             family = CONVOLUTION if convolves else UNALIGNED if _is_unaligned(tensors) else GEMM
         return family, _format_of(tensors), flops_of(func, args, kwargs, out), sum(moved)
 
-    def _launched(self, launch: launches.Launch) -> None:
+    def _launched(self, launch: phases.Launch) -> None:
         moved = sum(map(tensor_bytes, distinct_tensors([*launch.reads, *launch.writes])))
         self.operators += 1
         self._add(launch.family, _format_of(launch.reads), launch.flops, moved)

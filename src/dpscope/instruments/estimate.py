@@ -1,6 +1,8 @@
-"""Estimate of the bytes a step has to move: inputs read once, outputs written once (docs/method.md).
+"""Estimate of the bytes a step has to move, and the ceilings of a roofline, both without ncu (docs/method.md).
 
-Tables hold the operators for which that is wrong; all other knowledge is in their schemas.
+An estimate reads inputs once and writes outputs once. Tables hold the operators for which that is wrong; all other
+knowledge is in their schemas. Ceilings are measured, not taken from a data sheet: a large copy for DRAM bandwidth,
+large square matrix products for arithmetic. Run them without a profiler.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dpscope.instruments.families import operator_family
-from dpscope.instruments.sums import Sums
-from dpscope.results.payloads.ncu import Estimate
-from dpscope.vocabulary import launches, phases
+from dpscope.instruments.families import Sums, operator_family
+from dpscope.results.payloads.ncu import Ceilings, Estimate
+from dpscope.vocabulary import phases
 
 NamedTensors = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
 
@@ -217,7 +218,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(func._schema.name, family, moved, flops_of(func, args, kwargs, out))
         return out
 
-    def hear(self, launch: launches.Launch) -> None:
+    def hear(self, launch: phases.Launch) -> None:
         sizes = (sum(map(tensor_bytes, distinct_tensors(tensors))) for tensors in (launch.reads, launch.writes))
         self._add(launch.name, launch.family, Moved(*sizes), launch.flops)
 
@@ -231,7 +232,7 @@ def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
     The step is an ordinary training step and leaves nothing behind.
     """
     counter = _Counter(device)
-    with phases.listening(counter.enter_phase), launches.hearing(counter.hear), counter:
+    with phases.listening(counter.enter_phase), phases.hearing(counter.hear), counter:
         step()
     rows = counter.sums.rows("calls", "name", "family", "phase")
     rows = [{**row, "l2_to_sm_bytes": None, "time_ns": None} for row in rows]
@@ -244,3 +245,55 @@ def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
         "kernels": {"rows": rows, "calls_seen": calls, "calls_total": calls, "note": "by operator, from tensor sizes"},
         "blind_spots": [*([ON_A_CPU] if device == "cpu" else []), *BLIND_SPOTS],
     }
+
+
+COPY_BYTES = 2 * 2**30
+GEMM_SIDE = 8192
+CEILING_REPEATS = 10
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    """Measure the best of several repeats. Empty without a GPU: a CPU's caches and clocks give no single roof."""
+    if device != "cuda":
+        return {}
+    best_copy = _best_seconds(*_copy())
+    tensor, single = (_best_seconds(*_gemm(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    flops = 2 * GEMM_SIDE**3
+    torch.cuda.empty_cache()
+    return {
+        "dram_bytes_per_second": 2 * COPY_BYTES / best_copy,  # read once, written once
+        "tensor_flops_per_second": flops / tensor,
+        "fp32_flops_per_second": flops / single,
+        "how": (
+            f"best of {CEILING_REPEATS}: a copy of {COPY_BYTES // 2**30} GiB, and {GEMM_SIDE}×{GEMM_SIDE} matrix "
+            "products in bf16 (tensor cores) and fp32 (without TF32)"
+        ),
+    }
+
+
+def _copy() -> tuple[Any, ...]:
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.empty_like(source).copy_, source
+
+
+def _gemm(dtype: torch.dtype) -> tuple[Any, ...]:
+    # Ordinary numbers: a product of zeros draws less power and would raise the roof.
+    a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE, device="cuda", dtype=dtype) for _ in range(2))
+    return torch.mm, a, b
+
+
+def _best_seconds(operation: Any, *operands: Tensor) -> float:
+    times: list[float] = []
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for _ in range(CEILING_REPEATS + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            operation(*operands)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return min(times[2:])  # the first two hold the choice of a kernel and the way up of the clocks

@@ -1,13 +1,17 @@
-"""Other programs, run with a time limit. They are ended with all their children, also when this process dies."""
+"""Other programs: where Nsight is installed, what it says, and runs with a time limit.
+
+Programs are ended with all their children, also when this process dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -90,19 +94,15 @@ def end_with_descendants(pid: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
-    for child in _children(pid):
-        end_with_descendants(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
             if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
                 children.append(int(stat.parent.name))
-    return children
+    for child in children:
+        end_with_descendants(child)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def end_with_lifeline() -> None:
@@ -114,3 +114,47 @@ def end_with_lifeline() -> None:
 
     if os.environ.get(LIFELINE) == str(os.fstat(0).st_ino):  # our parent may have given us another
         threading.Thread(target=wait, daemon=True).start()
+
+
+ROOT = Path("/")
+
+_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
+
+
+def newest(patterns: Iterable[str], folders: Iterable[Path] | None = None) -> str | None:
+    """Return the newest file that the first successful pattern finds. Patterns are relative to `folders`, or to /."""
+    found = (list(folder.glob(pattern)) for folder in folders or (ROOT,) for pattern in patterns)
+    return next((str(max(paths, key=_version)) for paths in found if paths), None)
+
+
+def _version(path: Path) -> tuple[list[tuple[int, ...]], Path]:
+    """Return the numbers in each part of a path: cuda-12.4 is newer than cuda-9.2, 2025.1.1 than 2025.1."""
+    return [tuple(map(int, re.findall(r"\d+", part))) for part in path.parts], path
+
+
+def ask(*command: str) -> str:
+    """Return what a command prints within 30 seconds on both streams; nothing if it cannot be run."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def find_version(output: str, numbers: int) -> str | None:
+    """Find `2025.3.1` (with three `numbers`) in "Version 2025.3.1.0 (build …)"."""
+    match = re.search(rf"[Vv]ersion\s+(\d+(?:\.\d+){{1,{numbers - 1}}})", output)
+    return match.group(1) if match else None
+
+
+def find_remedy(output: str, remedies: Mapping[str, str]) -> str | None:
+    """Return the sentence of the first pattern that is found in what a tool printed."""
+    return next((sentence for pattern, sentence in remedies.items() if re.search(pattern, output)), None)
+
+
+def unknown_option(output: str) -> str | None:
+    """Return the option that this version of the tool refuses, by its message; None if it refuses none."""
+    match = _UNKNOWN_OPTION.search(output)
+    return match.group(1) if match else None

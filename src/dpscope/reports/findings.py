@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.memory.data import composition_of
+from dpscope.reports.memory.text import composition_of
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report, Size
 from dpscope.reports.story import Story, cost_in_words
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import ADVICE, EXPLAINED, Row
 from dpscope.units import GIB, format_bytes
 from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.methods import STANDARD
@@ -59,7 +58,9 @@ def _of_size(size: Size, story: Story) -> Iterator[CostFinding]:
         costs = [ratio for ratio in (None if doubt else row.time_ratio, row.memory_ratio) if ratio is not None]
         if costs:
             statement = f"{row.method} costs {cost_in_words(row)}"
-            why, advice = _largest_component(row, standard), _switch(row, story)
+            why, advice = _largest_component(row, standard), ""
+            if story.winner not in (None, row.method):
+                advice = f"use {story.winner}" + (f", which {story.badge}" if story.badge.startswith("costs") else "")
             yield CostFinding(size.label, row.method, statement, cost=max(costs), why=why, advice=advice)
         if doubt:
             statement = f"No verdict on the time of {row.method}"
@@ -75,12 +76,6 @@ def _largest_component(row: Row, standard: Row | None) -> str:
     more = {key: size - theirs.components.get(key, 0.0) for key, size in mine.components.items()}
     key, size = max(more.items(), key=lambda each: each[1], default=("", 0.0))
     return f"{format_bytes(size)} more of {component_named(key).label} at the peak" if size > 0 else ""
-
-
-def _switch(row: Row, story: Story) -> str:
-    if story.winner is None or story.winner == row.method:
-        return ""
-    return f"use {story.winner}, which {story.badge}" if story.badge.startswith("costs") else f"use {story.winner}"
 
 
 def findings_document(report: Report) -> dict[str, Any]:

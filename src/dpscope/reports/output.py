@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dpscope.reports.figures.style import FORMATS, save
+from dpscope.reports.drawing import FORMATS, save
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SIZES, Row, group_by_size, worth_a_column
 from dpscope.results.store import write_atomically
@@ -59,10 +59,6 @@ class Output(Generic[Content]):
     figure: bool = False
     asked_for: str = ""  # written only on this wish: "csv", "latex"
     mark: str = ""  # what its first characters hold, for names that others use too
-
-    def is_own(self, path: Path) -> bool:
-        """Return whether dpscope wrote this file as this output."""
-        return self.has_name(path.name) and path.is_file() and self.is_marked(path)
 
     def has_name(self, name: str) -> bool:
         pattern = rf"{re.escape(self.name)}{SUFFIX}\.({'|'.join(FORMATS)})" if self.figure else re.escape(self.name)

@@ -8,17 +8,15 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.reports.against.data import AGAINST_CSV, Against
-from dpscope.reports.against.page import AGAINST_PAGE
-from dpscope.reports.against.text import AGAINST_TEXT
-from dpscope.reports.export import CSV, TRACE_CSV, TRAFFIC_CSV
+from dpscope.reports.against.text import AGAINST_PAGE, AGAINST_TEXT
+from dpscope.reports.export import CSV, LATEX, TRACE_CSV, TRAFFIC_CSV
 from dpscope.reports.findings import FINDINGS
-from dpscope.reports.latex import LATEX
 from dpscope.reports.memory.figures import MEMORY_FIGURES
 from dpscope.reports.output import Content, Output
 from dpscope.reports.page.render import PAGE
 from dpscope.reports.report import Report
 from dpscope.reports.text import SUMMARY
-from dpscope.reports.time.figures import TRADEOFF_FIGURE
+from dpscope.reports.time_charts import TRADEOFF_FIGURE
 from dpscope.reports.trace.figures import TRACE_FIGURES
 from dpscope.reports.traffic.figures import ROOFLINE, TRAFFIC_BYTES
 
@@ -64,5 +62,5 @@ def remove_reports(folder: Path) -> None:
     """Remove the files of an earlier sweep that no longer belong to the results, and nothing else."""
     outputs: tuple[Output[Any], ...] = (*OUTPUTS, *AGAINST_OUTPUTS)
     for path in folder.iterdir():
-        if any(output.is_own(path) for output in outputs):
+        if path.is_file() and any(output.has_name(path.name) and output.is_marked(path) for output in outputs):
             path.unlink()

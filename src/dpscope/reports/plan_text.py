@@ -63,7 +63,7 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
         epsilon = privacy["epsilon"][privacy["accountant"]]
         sentence += f"; ε = {epsilon:.3g} at δ = {privacy['delta']:.1e} with σ = {privacy['noise_multiplier']:.4g}"
     if "hours" in row:
-        sentence += f"; {row['hours']:.3g} hours" + (f", {row['price']:.2f} in money" if "price" in row else "")
+        sentence += f"; {row['hours']:.3g} hours" + (f", price {row['price']:.2f}" if "price" in row else "")
     return sentence + "."
 
 
@@ -112,7 +112,7 @@ def _components(row: PlanPart) -> str:
 def _effect(effect: PlanPart) -> str:
     return (
         f"  {effect['what']} ({effect['method']}): {format_ratio(effect['peak_ratio'])} the peak "
-        f"({format_bytes(effect['peak_bytes'])}), {format_ratio(effect['time_ratio'])} the time a sample"
+        f"({format_bytes(effect['peak_bytes'])}), {format_ratio(effect['time_ratio'])} the time per sample"
     )
 
 
@@ -144,6 +144,7 @@ def plan_page(plan: Mapping[str, Any]) -> str:
     table = "\n".join([row(HEADINGS, "th"), *(row(_cells(each), "td") for each in plan["methods"])])
     lines = "".join(f"<p>{escape(line.strip())}</p>" for line in verdict(plan))
     effects = "".join(f"<li>{escape(_effect(each).strip())}</li>" for each in plan["effects"])
+    effects = f"<h2>What would change most</h2>\n<ul>{effects}</ul>" if effects else ""
     details = "".join(f"<pre>{escape(_components(each))}</pre>" for each in plan["methods"] if each["batch_size"])
     said = "".join(f"<p>{escape(line)}</p>" for line in notes(plan))
     title = escape(f"Plan: {plan['workload']} on {plan['card']['title']}")
@@ -163,8 +164,7 @@ pre {{ background: #8881; padding: .8rem; overflow-x: auto }}
 {verdict}
 <table>{table}</table>
 {details}
-<h2>What would change most</h2>
-<ul>{effects}</ul>
+{effects}
 {notes}
 </html>
 """

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from dpscope.reports.looks import distinct
 from dpscope.reports.story import Story, tell
 from dpscope.reports.tables import SIZES, Row, group_by_size, grouped
-from dpscope.reports.words import distinct
 from dpscope.results.identity import StepNumbers, hashable, identity_of, step_counts_of
 from dpscope.results.schema import Result, with_paths_from
 from dpscope.results.store import Skipped

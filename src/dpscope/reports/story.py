@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import ADVICE, EXPLAINED, Row
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_duration, format_ms, format_ratio
 from dpscope.vocabulary.methods import STANDARD

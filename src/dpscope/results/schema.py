@@ -1,26 +1,121 @@
-"""The result file: what one measurement gave (docs/architecture.md). 1 MB = 2^20 bytes in `_mb` keys."""
+"""The result file: what one measurement gave (docs/architecture.md). 1 MB = 2^20 bytes in `_mb` keys.
+
+Values that were read are validated against their declared types, which are those that JSON can hold: `TypedDict`,
+`list[X]`, `dict[str, X]`, `tuple[X, Y]`, `X | None`, `Literal`, `str`, `bool`, `int`, `float` and `Any`. Keys that are
+not declared are left alone: a later version may have written them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
+
+from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from dpscope.errors import UserError
-from dpscope.paths import path_from
+from dpscope.places import path_from
 from dpscope.results.payloads import PAYLOADS
-from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
+from dpscope.results.payloads.memory import MemoryPayload, RanksPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
-from dpscope.results.payloads.nsys import NsysPayload
-from dpscope.results.payloads.ranks import RanksPayload
-from dpscope.results.payloads.trace import TracePayload
-from dpscope.results.validation import find_mismatch
+from dpscope.results.payloads.trace import NsysPayload, TracePayload
 from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
+
+LARGEST_INT = 2**63
+LARGEST_FLOAT = 1e300  # figures are multiplied with each other
+OPTIONAL_KEY: Any = NotRequired
+_NUMBERS: dict[Any, tuple[tuple[type, ...], float]] = {int: ((int,), LARGEST_INT), float: ((int, float), LARGEST_FLOAT)}
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS |= {list: "a list", dict: "an object", type(None): "nothing"}
+
+
+def find_mismatch(value: object, expected: Any, where: str = "") -> str | None:
+    """Return `peak.phase: text expected, not 3` for the first place that is not as declared; None if all is."""
+    return next(_mismatches(value, expected, where), None)
+
+
+def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
+    origin, arguments, is_object = _take_apart(expected)
+    if origin in (Union, types.UnionType):
+        found = [find_mismatch(value, choice, where) for choice in arguments if choice is not type(None)]
+        if value is not None or type(None) not in arguments:
+            yield from found[:1] if None not in found else ()  # type: ignore[misc]
+    elif is_object and isinstance(value, dict):
+        for name, (kind, required) in _fields(expected).items():
+            if name in value:
+                yield from _mismatches(value[name], kind, _below(where, name))
+            elif required:
+                yield f"{where or 'the object'} has no {name!r}"
+    elif origin is list and isinstance(value, list):
+        # A long list of finite numbers is summed: the sum is NaN if one of them is.
+        allowed, largest = _NUMBERS.get(arguments[0], ((), 0))
+        if not (set(map(type, value)).issubset(allowed) and sum(map(abs, value)) < largest):
+            yield from _in_each(value, [arguments[0]] * len(value), where)
+    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        yield from _in_each(value, arguments, where)
+    elif origin is dict and isinstance(value, dict):
+        for name, item in value.items():
+            yield from _mismatches(item, arguments[1], _below(where, name))
+    elif not _is_plain(value, expected):
+        yield f"{where or 'it'}: {_describe(expected)} expected, not {_show(value)}"
+
+
+@cache
+def _take_apart(expected: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return origin and arguments of a type, and whether it is a `TypedDict`; cached, because values are many."""
+    return get_origin(expected), get_args(expected), is_typeddict(expected)
+
+
+def _in_each(values: list[Any], expected: Any, where: str) -> Iterator[str]:
+    for index, (item, kind) in enumerate(zip(values, expected, strict=True)):
+        yield from _mismatches(item, kind, f"{where}[{index}]")
+
+
+@cache
+def _fields(expected: Any) -> dict[str, tuple[Any, bool]]:
+    """Map names to (type, is required). `__required_keys__` is wrong if annotations are postponed."""
+    hints = get_type_hints(expected, include_extras=True)
+    optional = {name for name, kind in hints.items() if get_origin(kind) is OPTIONAL_KEY}
+    return {
+        name: (get_args(kind)[0] if name in optional else kind, expected.__total__ and name not in optional)
+        for name, kind in hints.items()
+    }
+
+
+def _is_plain(value: object, expected: Any) -> bool:
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_INT
+    origin, arguments, _ = _take_apart(expected)
+    if origin is Literal:
+        return value in arguments
+    return expected is Any or (expected in (str, bool) and isinstance(value, expected))
+
+
+def _below(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _describe(expected: Any) -> str:
+    origin, arguments, is_object = _take_apart(expected)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a list of {len(arguments)}"
+    return _WORDS[dict if is_object else origin or expected]
+
+
+def _show(value: object) -> str:
+    return _WORDS[type(value)] if value is None or isinstance(value, list | dict) else repr(value)[:40]
+
 
 SCHEMA_VERSION = 1
 _IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
@@ -181,14 +276,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
-
-
 _OF_TYPE: dict[type, Callable[[Any], bool]] = {
     str: _is_text,
     int: _is_count,
-    float: _is_number,
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300,
     bool: lambda value: isinstance(value, bool),
 }
 # What the values of a spec are, in every file that has them.

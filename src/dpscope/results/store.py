@@ -79,7 +79,9 @@ class ResultStore:
             read_result(path)
         except UnreadableResult:
             if path.exists():
-                path.rename(_unused(path.with_suffix(".json.unreadable")))
+                aside = path.with_suffix(".json.unreadable")
+                places = (aside, *(aside.with_name(f"{aside.name}-{number}") for number in range(1, 1000)))
+                path.rename(next(place for place in places if not place.exists()))
         else:
             path.unlink()
         shutil.rmtree(self.files_of(file_name), ignore_errors=True)
@@ -114,11 +116,6 @@ class ResultStore:
                     f"another dpscope is measuring into {self.folder}: wait for it, or choose another --out"
                 ) from None
             yield
-
-
-def _unused(path: Path) -> Path:
-    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(1, 1000)))
-    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def read_result(path: Path) -> Result:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.instruments.ncu.running import NO_NCU, find_ncu, ncu_version, try_counters
-from dpscope.instruments.nsight import ask
 from dpscope.instruments.nsys.command import find_importer, find_nsys, inspect_nsys
-from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
+from dpscope.instruments.nsys.running import NO_NSYS, missing_library, sampling_refused
+from dpscope.instruments.processes import ask
 from dpscope.packages import install_command, release_of, version_of
 from dpscope.units import GIB
 
@@ -111,7 +111,7 @@ def check_compile() -> list[Diagnosis]:
     try:
         import torch
 
-        from dpscope.trainers.compilation import compile_obstacle
+        from dpscope.trainers.modes import compile_obstacle
     except ImportError:
         return [_not_tried(name)]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -129,13 +129,12 @@ def _not_tried(name: str) -> Diagnosis:
 
 def check_packages() -> list[Diagnosis]:
     """Check the packages for pages, figures, exports and other models without importing them, which takes seconds."""
-    return [_check_package(*row) for row in PACKAGES]
-
-
-def _check_package(package: str, without: str, required: bool) -> Diagnosis:
-    found = version_of(package)
-    status, said = (PRESENT, found) if found else (ABSENT, f"not installed: {without}")
-    return Diagnosis(package, status, said, install_command(package), required=required)
+    found = []
+    for package, without, required in PACKAGES:
+        version = version_of(package)
+        status, said = (PRESENT, version) if version else (ABSENT, f"not installed: {without}")
+        found.append(Diagnosis(package, status, said, install_command(package), required=required))
+    return found
 
 
 def check_ncu() -> list[Diagnosis]:
@@ -168,40 +167,33 @@ def check_nsys() -> list[Diagnosis]:
     if path is None:
         what, _, remedy = NO_NSYS.partition(": ")
         return [Diagnosis("Nsight Systems", ABSENT, what, remedy)]
-    findings = [Diagnosis("Nsight Systems", PRESENT, f"{inspect_nsys(path).version or 'version unknown'}, {path}")]
-    return [*findings, *_check_importer(path), *_check_sampling()]
+    version = inspect_nsys(path).version or "version unknown"
+    findings = [Diagnosis("Nsight Systems", PRESENT, f"{version}, {path}"), _check_importer(path)]
+    if refused := sampling_refused():
+        what, _, remedy = refused.partition(": ")
+        findings.append(Diagnosis("CPU sampling", ABSENT, what, remedy))
+    return findings
 
 
-def _check_importer(nsys: str) -> list[Diagnosis]:
+def _check_importer(nsys: str) -> Diagnosis:
     """Check the program that turns nsys's raw captures into reports, and its libraries."""
     name = "nsys importer"
     importer = find_importer(nsys)
     if importer is None:
         remedy = "install a full Nsight Systems: this nsys leaves raw .qdstrm captures"
-        return [Diagnosis(name, ABSENT, "no QdstrmImporter belongs to this nsys", remedy)]
+        return Diagnosis(name, ABSENT, "no QdstrmImporter belongs to this nsys", remedy)
     if library := missing_library(ask(importer, "--help")):
         remedy = f"install {library} (libdw.so.1: apt install libdw1), or add a folder that has it to LD_LIBRARY_PATH"
-        return [Diagnosis(name, BROKEN, f"it lacks {library}", remedy)]
-    return [Diagnosis(name, PRESENT, "raw captures can be turned into reports")]
-
-
-def _check_sampling() -> list[Diagnosis]:
-    refused = sampling_refused()
-    if refused is None:
-        return []
-    what, _, remedy = refused.partition(": ")
-    return [Diagnosis("CPU sampling", ABSENT, what, remedy)]
+        return Diagnosis(name, BROKEN, f"it lacks {library}", remedy)
+    return Diagnosis(name, PRESENT, "raw captures can be turned into reports")
 
 
 def check_disk() -> list[Diagnosis]:
-    free = shutil.disk_usage(Path.cwd()).free / GIB
-    writable = os.access(Path.cwd(), os.W_OK)
-    if not writable:
+    if not os.access(Path.cwd(), os.W_OK):
         return [Diagnosis("Disk", BROKEN, "this folder cannot be written", "change folder, or use --out DIR")]
-    status = PRESENT if free >= 1 else BROKEN
-    return [
-        Diagnosis("Disk", status, f"{free:.1f} GiB free here", "free some space: traces and reports need about 1 GiB")
-    ]
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    status, remedy = PRESENT if free >= 1 else BROKEN, "free some space: traces and reports need about 1 GiB"
+    return [Diagnosis("Disk", status, f"{free:.1f} GiB free here", remedy)]
 
 
 CHECKS: tuple[Callable[[], list[Diagnosis]], ...] = (

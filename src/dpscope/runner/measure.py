@@ -1,13 +1,19 @@
-"""Measurement of a run spec in the current process, with the function of its instrument in measurements/.
+"""Measurement of a run spec in the current process, and the environment it is measured in.
 
-This module also finds the instruments that can work on this machine, and formats tracebacks of the user's code without
-frames of dpscope.
+The function of an instrument is in measurements/. This module also finds the instruments that can work on this machine,
+and formats tracebacks of the user's code without frames of dpscope. `python -m dpscope.runner.measure DEVICE` prints
+the environment as JSON. The parent of a sweep asks a child for it, so that the parent never opens a CUDA context.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import platform
+import re
+import subprocess
+import sys
 import sysconfig
 import tempfile
 import traceback
@@ -15,26 +21,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dpscope.endings import outcome_of_exception
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.timing import Progress, no_progress
-from dpscope.paths import is_own_source
+from dpscope.packages import version_of
+from dpscope.places import is_own_source
+from dpscope.results.identity import LIBRARIES, MUST_BE_EQUAL
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import NO_ROOM
-from dpscope.runner import environment
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import INSTRUMENTS
+from dpscope.vocabulary.settings import DEVICE_CHOICES, OneOf
 from dpscope.vocabulary.statuses import FAILED
+from dpscope.vocabulary.version import __version__
 from dpscope.workloads.configs import CustomConfig, WorkloadConfig
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def details_of(error: BaseException, workload: WorkloadConfig) -> str:
-    """Format an error, with a traceback if it passed through the user's code."""
-    own = own_traceback(error, workload)
-    return "".join(traceback.format_exception(error)) if own is None else own
 
 
 def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
@@ -94,7 +98,7 @@ def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None 
     measurement: Measurement = getattr(module, f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)
-        result = replace(measurement(spec, progress, folder), environment=environment.collect(spec.device))
+        result = replace(measurement(spec, progress, folder), environment=collect(spec.device))
         if files is None:
             return replace(result, files={})
     # A result names its files from the sweep's folder, so that the whole can be moved.
@@ -111,9 +115,11 @@ def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: P
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
         explained = isinstance(error, MeasurementFailed)  # by its reason; its traceback is ours
-        details = details_of(error, spec.workload) if status == FAILED and not explained else None
+        details = None
+        if status == FAILED and not explained:
+            details = own_traceback(error, spec.workload) or "".join(traceback.format_exception(error))
     # Outside the handler, so that the frames holding the memory that ran out are gone.
-    where = environment.collect(spec.device)
+    where = collect(spec.device)
     return result_for(spec.to_dict(), status=status, reason=reason, details=details, environment=where)
 
 
@@ -134,7 +140,10 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
     names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
     if ALL not in names:
         return Choice(tuple(names))
-    obstacles = {name: _obstacle(name, device) for name in INSTRUMENTS}
+    obstacles = {
+        name: None if each.works_everywhere else measurement_module(name).obstacle(device)
+        for name, each in INSTRUMENTS.items()
+    }
     left_out = {name for name, why in obstacles.items() if why and not INSTRUMENTS[name].instead}
     remarks = [
         f"{name} is left out: {why}" if name in left_out else f"{name}: {INSTRUMENTS[name].instead}: {why}"
@@ -144,9 +153,83 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
     return Choice(tuple(name for name in INSTRUMENTS if name not in left_out), remarks, named=False)
 
 
-def _obstacle(name: str, device: str) -> str | None:
-    """Return why an instrument cannot work on a device of this machine; None if it can."""
-    if INSTRUMENTS[name].works_everywhere:
+def collect(device: str) -> dict[str, Any]:
+    """Return versions and hardware; open a CUDA context only if the measurement uses one."""
+    import torch
+
+    environment: dict[str, Any] = {
+        "dpscope": __version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        **{name: version_of(name) for name in LIBRARIES},
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": None,
+        "driver": None,
+        "gpu": None,
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        environment |= {
+            "cuda": torch.version.cuda,
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+    return environment
+
+
+def collect_in_child(device: str) -> dict[str, Any]:
+    """Run `collect` in a child process."""
+    command = [sys.executable, "-m", "dpscope.runner.measure", device]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return environment
+
+
+def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in MUST_BE_EQUAL)
+
+
+def resolve_device(device: str) -> str:
+    """Return cpu or cuda; `auto` is cuda where torch sees a GPU. Raise `UserError` if the device is not there."""
+    if OneOf("device", DEVICE_CHOICES)(device) == "cpu":
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
+    return "cpu"
+
+
+def _git_commit() -> str | None:
+    """Return the commit of a source checkout of dpscope; None for an installed package."""
+    root = Path(__file__).parents[3]
+    options = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return _first_line("git", "-C", str(root), *options) if (root / ".git").exists() else None
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name[^:]*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _first_line(*command: str) -> str | None:
+    """Return the first line that a command prints; None if it cannot be run, or fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
         return None
-    why: str | None = measurement_module(name).obstacle(device)
-    return why
+
+
+if __name__ == "__main__":
+    print(json.dumps(collect(sys.argv[1])))

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
 from dpscope.instruments.processes import end_with_lifeline, run_limited
-from dpscope.runner.assembly import build, join_world
-from dpscope.runner.rank_launcher import end_rank, rank_command
+from dpscope.runner.ranks import end_rank, rank_command
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import build, join_world
 from dpscope.trainers.base import load_trainer
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.statuses import SKIPPED
@@ -36,7 +36,7 @@ CHECKED_STEPS = 5
 # over the samples in another order, over a few steps.
 RANK_TOLERANCES = {"fp32": (torch.float32, 1e-4), "fp64": (torch.float64, 1e-10)}
 
-Values = dict[str, Tensor]
+NamedWeights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ def check_ranks(spec: RunSpec, dtype: str = "fp32", tolerance: float | None = No
             return replace(result, reason=skipped.read_text())
         if not file.exists():
             return replace(result, reason=f"the ranks ended without a result: {_first_error(finished.output)}")
-        found: Values = torch.load(file, weights_only=True)
+        found: NamedWeights = torch.load(file, weights_only=True)
     return compare(result, before, expected, found)
 
 
-def compare(result: RankCheck, before: Values, expected: Values, found: Values) -> RankCheck:
+def compare(result: RankCheck, before: NamedWeights, expected: NamedWeights, found: NamedWeights) -> RankCheck:
     worst = (0.0, next(iter(expected)))
     for name, value in expected.items():
         moved = max(float((value - before[name]).abs().max()), torch.finfo(value.dtype).tiny)
@@ -104,7 +104,7 @@ def compare(result: RankCheck, before: Values, expected: Values, found: Values) 
     return replace(result, difference=worst[0], parameter=worst[1])
 
 
-def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> Values:
+def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> NamedWeights:
     """Train some steps as one of the spec's ranks and return every parameter, whole."""
     rank = join_world(spec)
     workload, model = build(spec, spec.logical_batch_size)

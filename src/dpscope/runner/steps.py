@@ -1,25 +1,153 @@
-"""The steps of a measurement: training steps whose losses are kept, and checked while nothing is timed."""
+"""The steps of a measurement: a trainer and its batches, compiled first if asked for, and losses checked afterwards.
+
+Steps of compilation are taken before warm-up, timed apart, and counted if they happen in measured steps.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import time
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from dpscope.batches import tensors_of
-from dpscope.errors import MeasurementFailed
+from dpscope.errors import MeasurementFailed, UserError
 from dpscope.flash.torch_side.shards import local
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, no_progress
-from dpscope.results.payloads.memory import MemoryPayload
+from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload
 from dpscope.results.schema import Note
-from dpscope.runner.assembly import assemble
-from dpscope.runner.compilation import Compilation
+from dpscope.runner import worker
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.graphed import EAGER_STEPS
+from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
+from dpscope.trainers.modes import EAGER_STEPS, CompileCounts, forget_peak, must_compile
+from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
+from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
+
+
+def join_world(spec: RunSpec) -> int:
+    """Join the spec's processes and return this one's rank. Real processes are started by torch.distributed.run."""
+    if spec.world_size == 1:
+        return 0
+    if not dist.is_initialized():
+        if spec.simulate_world > 1:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=spec.simulate_world)
+        else:
+            _join(spec)
+    return dist.get_rank()
+
+
+def _join(spec: RunSpec) -> None:
+    if spec.device == "cuda":
+        found, place = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        if found < spec.gpus:
+            raise UserError(
+                f"--gpus {spec.gpus}, but this machine has {found}: give fewer, or --simulate-world {spec.gpus} for "
+                "the time and peak of one rank without the others"
+            )
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if spec.device == "cuda" else "gloo")
+
+
+def assemble(spec: RunSpec) -> tuple[TrainerBase, list[Batch]]:
+    """Return the trainer of a spec and the batches of a step, all on the spec's device."""
+    trainer_class = load_trainer(resolve_method(spec.method))
+    worker.resume_collector()  # before there is any tensor: instruments ask it for those
+    rank = join_world(spec)
+    workload, model = build(spec, spec.batch_size)
+    trainer = trainer_class(model, workload.loss, spec.settings)
+    # Last, so that what the model alone takes can be seen.
+    seeds = range(spec.seed + rank * spec.accumulate, spec.seed + (rank + 1) * spec.accumulate)
+    batches = [workload.batch(seed, torch.device(spec.device)) for seed in seeds]
+    for batch in batches:
+        require_batch_of(batch, spec.batch_size)
+    return trainer, batches
+
+
+def build(spec: RunSpec, batch_size: int) -> tuple[Workload, nn.Module]:
+    """Return the workload of a spec with batches of a size, and its model, on the spec's device."""
+    workload = build_workload(spec.workload, batch_size=batch_size, seq_len=spec.seq_len)
+    torch.manual_seed(spec.seed)
+    with torch.device(spec.device):  # parameters are born where they are used: no copy of a large model on the host
+        return workload, build_model(workload, spec.param_dtype)
+
+
+def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
+    """Return the trainer and its batch, for steps of one batch."""
+    trainer, (batch,) = assemble(spec)
+    return trainer, batch
+
+
+SETTLED = 2  # steps in a row that compile nothing: CUDA graphs are recorded in the first of them
+MOST_STEPS = 12  # a model that still compiles then compiles for ever
+TOPIC = "compilation"
+
+
+class Compilation:
+    """Work of torch.compile for a row: seconds, graphs, and whether it continued while steps were measured."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0  # of the steps in which something was compiled
+        self._first = self._before_measuring = CompileCounts.now()
+
+    @classmethod
+    def of(cls, step: Callable[[], None], device: str | None, progress: Progress) -> Compilation:
+        """Take steps until two in a row compile nothing. `step` waits for the device, whose peak is forgotten."""
+        compilation, settled = cls(), 0
+        with must_compile():
+            while settled < SETTLED and compilation.steps < MOST_STEPS:
+                progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
+                settled = 0 if compilation._compiles_in(step) else settled + 1
+                if not settled and device is not None:
+                    forget_peak(torch.device(device))  # autotuning tries kernels on tensors of its own
+        compilation.begin_measuring()
+        return compilation
+
+    def begin_measuring(self) -> None:
+        """Count what is compiled from here on as compiled during measured steps."""
+        self._before_measuring = CompileCounts.now()
+
+    def to_dict(self) -> CompilationPayload:
+        now = CompileCounts.now()
+        return {
+            "seconds": self.seconds,
+            "graphs": now.graphs - self._first.graphs,
+            "graph_breaks": now.breaks - self._first.breaks,
+            "recompiles": now.graphs - self._before_measuring.graphs,
+        }
+
+    def notes(self) -> list[Note]:
+        found = self.to_dict()
+        sentences = []
+        if found["graph_breaks"]:
+            sentences.append(
+                f"torch.compile made {found['graphs']} graphs of the model, which it could not trace as a whole: "
+                "what lies between them runs eager (TORCH_LOGS=graph_breaks says where)."
+            )
+        if found["recompiles"]:
+            sentences.append(
+                f"{found['recompiles']} graphs were compiled while steps were measured, and their compilation is in "
+                "these figures: raise --warmup (TORCH_LOGS=recompiles says why)."
+            )
+        return [{"topic": TOPIC, "sentence": sentence, **found} for sentence in sentences]
+
+    def _compiles_in(self, step: Callable[[], None]) -> bool:
+        """Take a step. Return whether it compiled something."""
+        before, start = CompileCounts.now(), time.perf_counter()
+        step()
+        self.steps += 1
+        if compiled := CompileCounts.now() != before:
+            self.seconds += time.perf_counter() - start
+        return compiled
+
 
 STEPS_TO_CAPTURE = EAGER_STEPS + 1
 
@@ -122,7 +250,7 @@ class TrainingSteps:
 
     def _name(self, step: int) -> str:
         compiling = self.compilation.steps if self.compilation else 0
-        if step < compiling or self._compiles_now:
+        if step < compiling or (self.compilation is None and self._spec.compile != EAGER):
             return f"step {step + 1} of compilation"
         step -= compiling + (STEPS_TO_CAPTURE if self._spec.cuda_graph else 0)
         if step < 0:
@@ -130,10 +258,6 @@ class TrainingSteps:
         if step < self._warmup:
             return f"warm-up step {step + 1}"
         return f"step {step - self._warmup + 1}" + (" after the warm-up" if self._warmup else "")
-
-    @property
-    def _compiles_now(self) -> bool:
-        return self.compilation is None and self._spec.compile != EAGER
 
     def _advice(self) -> str:
         return f"Try --learning-rate {self._spec.learning_rate / 100:g}, and look at the loss function"

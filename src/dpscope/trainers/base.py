@@ -1,4 +1,7 @@
-"""Base of all trainers: a model, a loss, an optimizer, and a step in named phases."""
+"""Base of all trainers: a model, a loss, an optimizer, and a step in named phases; and ordinary training.
+
+Ordinary training is the denominator of every comparison. Layers that cannot be trained privately are refused here.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,63 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dpscope.batches import LossFn, tensors_of
 from dpscope.errors import UserError
 from dpscope.places import load_at
 from dpscope.results.schema import Note
-from dpscope.trainers.checkpointing import checkpoint_blocks
-from dpscope.trainers.spreading import is_sharded
+from dpscope.trainers.modes import OrdinaryGraph, checkpoint_blocks, compile_model, is_sharded, spread
 from dpscope.vocabulary.methods import Method
-from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
+from dpscope.vocabulary.phases import (
+    BACKWARD,
+    FORWARD,
+    MODEL_LOADED,
+    MODEL_WRAPPED,
+    OPTIMIZER,
+    OPTIMIZER_CREATED,
+    moment,
+    phase,
+)
 from dpscope.vocabulary.settings import EAGER, OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
     from dpscope.instruments.memory import ComponentRule, Holding
+
+
+class NotPrivateError(UserError):
+    """The model mixes samples, so that a single sample has no gradient of its own."""
+
+
+def require_flat(clipping: str) -> None:
+    """Raise UserError if another clipping rule is given to a method that only clips flat."""
+    if clipping != "flat":
+        raise UserError(f"only flash has clipping rules here: leave out --clipping {clipping}, or the method")
+
+
+def require_private_trainable(model: nn.Module) -> None:
+    """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
+    from dpscope.flash.layers.refusals import uses_the_batchs_statistics  # which ordinary training does not need
+
+    mixing = [
+        f"{name or 'the model itself'} is {type(module).__name__}, use {_replacement(module)}"
+        for name, module in model.named_modules()
+        if uses_the_batchs_statistics(module)
+    ]
+    if mixing:
+        raise NotPrivateError(f"cannot be trained privately, layers mix the samples of a batch: {'; '.join(mixing)}")
+
+
+def _replacement(module: nn.Module) -> str:
+    if isinstance(module, _BatchNorm):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return "eval() mode, for it is frozen"
+        groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
+        return f"nn.GroupNorm({groups}, {module.num_features})"
+    return "track_running_stats=False"
+
 
 AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters
 
@@ -230,3 +275,45 @@ def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None
 def load_trainer(method: Method) -> type[TrainerBase]:
     trainer: type[TrainerBase] = load_at(method.trainer)
     return trainer
+
+
+class StandardTrainer(TrainerBase):
+    """One backward pass for each batch, one optimizer step, no privacy."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        return spread(model, self.settings)
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        return compile_model(model, self.settings.compile)
+
+    def make_graphed(self) -> Callable[..., Tensor]:
+        """Return ordinary steps as a graph. A subclass has to say what it does: a graph might replay its noise."""
+        if type(self) is not StandardTrainer:
+            return super().make_graphed()
+        return OrdinaryGraph(self.take_step, self.optimizer)
+
+    def optimizer_options(self, optimizer: Callable[..., Optimizer]) -> dict[str, bool]:
+        captured = self.settings.cuda_graph and type(self) is StandardTrainer
+        return {"capturable": True} if captured and "capturable" in signature(optimizer).parameters else {}
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def backward(self, losses: Tensor) -> None:
+        with phase(BACKWARD):
+            loss = losses.mean()
+            if self.settings.accumulate > 1:
+                loss = loss / self.settings.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        with phase(OPTIMIZER):
+            self.optimizer.step()
+
+    def accumulate(self) -> None:
+        """Let the next backward pass add to `.grad`. Subclasses override this if they accumulate differently."""
+        if type(self) is not StandardTrainer:
+            super().accumulate()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
+from dpscope.trainers.base import TrainerBase, require_flat, require_private_trainable
 from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, in_phase, phase
 
 SAMPLES_AND_EPOCHS = {"sample_size": 10**6, "epochs": 1}  # of its accountant, which is not asked

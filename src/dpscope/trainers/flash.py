@@ -9,18 +9,16 @@ from torch.optim import Optimizer
 
 from dpscope.flash import make_graphed_step
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
+from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units, own_parameters
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
-from dpscope.trainers.graphed import PrivateGraph
-from dpscope.trainers.privacy_rules import require_private_trainable
-from dpscope.trainers.standard import StandardTrainer
-from dpscope.units import format_bytes
+from dpscope.trainers.base import StandardTrainer, require_private_trainable
+from dpscope.trainers.modes import PrivateGraph
+from dpscope.units import format_bytes, name_module
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
-from dpscope.workloads.workload import Batch
 
 OPAQUE = "opaque modules"
 
@@ -33,10 +31,11 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
     first, more = costly[0], len(costly) - 1
     kept = sum(unit.bytes_a_sample for unit in costly)  # the sentence is the same at every size, and is told once
     share = sum(unit.share for unit in costly)
-    names = first.called + (f" and {more} more module{'s' * (more > 1)}" if more else "")
-    how, why = "through torch.func.vmap", f"because {first.kind} owns {', '.join(first.own)} itself"
+    kind, own = type(first.module).__name__, ", ".join(own_parameters(first.module))
+    names = name_module(first.name, first.module) + (f" and {more} more module{'s' * (more > 1)}" if more else "")
+    how, why = "through torch.func.vmap", f"because {kind} owns {own} itself"
     if not first.instead:
-        how, why = f"{how}, or in a loop where that fails", f"flash clipping has no rule for {first.kind}"
+        how, why = f"{how}, or in a loop where that fails", f"flash clipping has no rule for {kind}"
     sentence = (
         f"{names}, {share:.0%} of the trainable parameters, run{'' if more else 's'} sample by sample "
         f"{how} ({why}), which takes more time and keeps {format_bytes(kept)} of gradients for each sample."
@@ -76,7 +75,7 @@ class DPFlashClippingTrainer(StandardTrainer):
                 yield NORM_SAMPLES, "", norms
 
     def begin_measuring(self) -> None:
-        self.engine.rehearsals.schedule.pause()
+        self.engine.verification.schedule.pause()
 
     def notes(self) -> list[Note]:
         return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
@@ -110,10 +109,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         return private
 
     def make_graphed(self) -> Callable[..., Tensor]:
-        return PrivateGraph(make_graphed_step(self._loss_of, self.optimizer))
-
-    def _loss_of(self, batch: Batch) -> Tensor:
-        return self.losses_of(batch).mean()
+        return PrivateGraph(make_graphed_step(lambda batch: self.losses_of(batch).mean(), self.optimizer))
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.layout import is_fsdp
-from dpscope.sentences import list_names, name_module
+from dpscope.units import list_names, name_module
 
 REFUSES = "Opacus refuses this model"  # Opacus's own word
 CANNOT = "Opacus cannot train this model"  # what follows from how it works
@@ -69,7 +69,7 @@ def require_supported(model: nn.Module) -> None:
         )
     if GradSampleModule.validate(model):
         holders = [
-            f"{name_module(name, module)} holds {_listed(module.named_buffers())}"
+            f"{name_module(name, module)} holds the buffer {list_names(dict(module.named_buffers()))}"
             for name, module in trainable_modules(model)
             if any(True for _ in module.buffers())
         ]
@@ -206,7 +206,8 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     in_opacus = bool(frames) and _is_opacus(frames[-1])
     said = _one_line(error)
-    at = _hooked_module(frames)
+    hooks = ("capture_activations_hook", "capture_backprops_hook")
+    at = next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
     names = {module: name for name, module in model.named_modules()}
     where = "a layer" if at is None else name_module(names.get(at, ""), at)
     if isinstance(error, NotImplementedError) and in_opacus:
@@ -228,7 +229,7 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
     if by_vmap and at is not None and not _DEVICE_ERROR.search(said):
         return (
             f"{CANNOT}: it has no rule for {where} and runs it through torch.func.vmap, which cannot follow "
-            f"it ({type(error).__name__}: {_shortened(said)}): {_replacement_for(at)}"
+            f"it ({type(error).__name__}: {said if len(said) <= 120 else said[:120] + '…'}): {_replacement_for(at)}"
         )
     return None
 
@@ -256,24 +257,10 @@ def _is_opacus(frame: FrameType) -> bool:
     return _module_of(frame).partition(".")[0] == "opacus"
 
 
-def _hooked_module(frames: Sequence[FrameType]) -> nn.Module | None:
-    """Return the module in whose hook an error was raised."""
-    hooks = ("capture_activations_hook", "capture_backprops_hook")
-    return next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def _shortened(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _first_of(sentences: Sequence[str]) -> str:
     more = f" (and {len(sentences) - 1} more such)" if len(sentences) > 1 else ""
     return f"{sentences[0]}{more}"
-
-
-def _listed(named: Iterator[tuple[str, Tensor]]) -> str:
-    return f"the buffer {list_names(name for name, _ in named)}"

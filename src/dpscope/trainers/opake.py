@@ -20,8 +20,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.privacy_rules import require_flat, require_private_trainable
+from dpscope.trainers.base import TrainerBase, require_flat, require_private_trainable
 from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, phase
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch
@@ -35,7 +34,13 @@ class OpakeTrainer(TrainerBase):
         require_private_trainable(model)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        _patch(model)
+        if type(model).__module__.partition(".")[0] in ("transformers", "peft"):
+            from opake.exceptions import ConfigurationError
+            from opake.patches import apply_model_patches, apply_runtime_patches
+
+            apply_runtime_patches()
+            with contextlib.suppress(ConfigurationError):
+                apply_model_patches(model)
         self.noise, self.noise_state = gaussian_noise(
             noise_multiplier=self.settings.noise_multiplier, key=key(self.settings.seed)
         )
@@ -67,21 +72,19 @@ class OpakeTrainer(TrainerBase):
                 model: Any = lambda *args, **also: functional_call(self.model, trained, args, also)  # noqa: E731
                 return self.loss(model, batch)[0]
 
+            compilation: dict[str, Any] = {}
+            if self.settings.compile != EAGER:
+                compiler = partial(torch.compile, mode=self.settings.compile, fullgraph=True)
+                compilation = {"microbatch_size": self.settings.batch_size, "_chunk_compiler": compiler}
             self._functions[structure] = clipped_grad(
                 loss_of_one,
                 clipping_norm=self.settings.max_grad_norm,
                 batch_argnums=tuple(range(1, tensors + 1)),
                 normalize_by=self.settings.logical_batch_size,
                 return_aux=True,
-                **self._compilation(),
+                **compilation,
             )
         return self._functions[structure]
-
-    def _compilation(self) -> dict[str, Any]:
-        if self.settings.compile == EAGER:
-            return {}
-        compiler = partial(torch.compile, mode=self.settings.compile, fullgraph=True)
-        return {"microbatch_size": self.settings.batch_size, "_chunk_compiler": compiler}
 
     def backward(self, losses: Tensor) -> None:
         """Do nothing: the forward pass has done it."""
@@ -97,14 +100,3 @@ class OpakeTrainer(TrainerBase):
         self.gradients = None
         with phase(OPTIMIZER):
             self.optimizer.step()
-
-
-def _patch(model: nn.Module) -> None:
-    """Apply opake's wrappers and kernels to a Hugging Face model. Families without any run unchanged."""
-    if type(model).__module__.partition(".")[0] in ("transformers", "peft"):
-        from opake.exceptions import ConfigurationError
-        from opake.patches import apply_model_patches, apply_runtime_patches
-
-        apply_runtime_patches()
-        with contextlib.suppress(ConfigurationError):
-            apply_model_patches(model)

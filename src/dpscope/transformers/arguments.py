@@ -14,6 +14,11 @@ from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_spent import PrivacyBudget
 
 
+def _argument(default: Any, help_text: str) -> Any:
+    """Return a field with its help, for `HfArgumentParser`."""
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass
 class PrivacyArguments:
     """Privacy settings beside `TrainingArguments`: `target_epsilon` or `noise_multiplier`, and δ.
@@ -36,31 +41,21 @@ class PrivacyArguments:
         >>> privacy = PrivacyArguments(target_epsilon=3.0, target_delta=1e-5)
     """
 
-    target_epsilon: float | None = field(
-        default=None, metadata={"help": "ε that the whole run may spend; the noise follows from it."}
+    target_epsilon: float | None = _argument(None, "ε that the whole run may spend; the noise follows from it.")
+    target_delta: float | None = _argument(None, "δ at which ε is told; below 1 / number of samples.")
+    noise_multiplier: float | None = _argument(None, "Noise of a step divided by C, instead of target_epsilon.")
+    clipping: str = _argument("flat", "The clipping rule, as of make_private.")
+    logical_batch_size: int | None = _argument(
+        None,
+        "Expected samples of a step over all processes; otherwise per_device_train_batch_size × "
+        "gradient_accumulation_steps × processes.",
     )
-    target_delta: float | None = field(
-        default=None, metadata={"help": "δ at which ε is told; below 1 / number of samples."}
+    pad_batches: bool | None = _argument(
+        None, "Give all physical batches one size; by default only for torch_compile and FSDP."
     )
-    noise_multiplier: float | None = field(
-        default=None, metadata={"help": "Noise of a step divided by C, instead of target_epsilon."}
-    )
-    clipping: str = field(default="flat", metadata={"help": "The clipping rule, as of make_private."})
-    logical_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Expected samples of a step over all processes; otherwise per_device_train_batch_size × "
-            "gradient_accumulation_steps × processes."
-        },
-    )
-    pad_batches: bool | None = field(
-        default=None,
-        metadata={"help": "Give all physical batches one size; by default only for torch_compile and FSDP."},
-    )
-    accountant: str = field(default="rdp", metadata={"help": "Opacus's accountant: rdp, prv or gdp."})
-    noise_seed: int | None = field(
-        default=None,
-        metadata={"help": "Repeatable noise, for experiments: anyone who knows the seed can take the noise off."},
+    accountant: str = _argument("rdp", "Opacus's accountant: rdp, prv or gdp.")
+    noise_seed: int | None = _argument(
+        None, "Repeatable noise, for experiments: anyone who knows the seed can take the noise off."
     )
 
     def budget(self, accountant: Any, max_grad_norm: float, samples: int) -> PrivacyBudget:

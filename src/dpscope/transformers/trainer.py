@@ -23,10 +23,24 @@ from dpscope.flash.opacus.privacy_engine import PrivacyEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
-from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
-from dpscope.transformers.draws import DrawLoader, StepDraw, collate_rows, loader_of_draws, new_seed
-from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
-from dpscope.transformers.records import NOISE_FILE, PrivacyRecord
+from dpscope.transformers.draws import (
+    NOISE_FILE,
+    DrawLoader,
+    PrivacyRecord,
+    StepDraw,
+    collate_rows,
+    loader_of_draws,
+    new_seed,
+)
+from dpscope.transformers.steps import (
+    FirstStep,
+    PrivacyCallback,
+    check_losses,
+    noting_models,
+    sample_losses,
+    takes_cache,
+    task_model,
+)
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
 _OWN_LOSSES = "override sample_losses(model, inputs), and return one loss for each sample"

@@ -185,7 +185,7 @@ def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, An
 
 # What the summary tells of them, in its order: an instrument, and its section as `module:function` below `reports/`.
 SECTIONS = (
-    ("time", "ranks:ranks_section"),
+    ("time", "text:ranks_section"),
     ("memory", "memory.text:memory_section"),
     ("memory", "memory.text:tensor_section"),
     ("trace", "trace.text:trace_section"),

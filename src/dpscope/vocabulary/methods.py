@@ -29,7 +29,7 @@ class Method:
 
 
 BUILT_IN = (
-    Method(STANDARD, "dpscope.trainers.standard:StandardTrainer", "not private", ("vanilla",), private=False),
+    Method(STANDARD, "dpscope.trainers.base:StandardTrainer", "not private", ("vanilla",), private=False),
     Method("flat", "dpscope.trainers.opacus:DPSGDTrainer", "Opacus per-sample gradients", ("dpsgd",)),
     Method("ghost", "dpscope.trainers.opacus:DPGhostClippingTrainer", "Opacus ghost clipping", ("dpsgd_ghost",)),
     Method("flash", "dpscope.trainers.flash:DPFlashClippingTrainer", "flash clipping", ("flash_clip",)),

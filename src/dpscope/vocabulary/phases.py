@@ -1,15 +1,24 @@
-"""Phases of a training step, defined once and announced to listeners.
+"""Announcements to instruments: phases of a step, kernels and memory that torch's dispatcher does not show.
 
-Trainers enter phases; instruments listen (memory snapshots, `record_function`, NVTX). Without a listener a phase
-costs one attribute look-up, so the time instrument sees an undisturbed step.
+Trainers enter phases; instruments listen (memory snapshots, `record_function`, NVTX). Without a listener a phase costs
+one attribute look-up, so the time instrument sees an undisturbed step. A hand-written kernel gets bare pointers, so no
+dispatch mode learns what it moves: its launch is announced, with the tensors that are read and written in full, and the
+floating-point operations. Families of kernels and operators are work that a person recognises, not symbol names:
+instruments sort names into them, reports show them in this order. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import CodeType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -80,3 +89,89 @@ def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return announced
+
+
+GEMM = "gemm"
+ATTENTION = "attention"
+ELEMENTWISE = "elementwise"
+REDUCTION = "reduction"
+NORMALISATION = "normalisation"
+OPTIMIZER_FAMILY = "optimizer"
+CLIPPING = "clipping"
+NOISE_FAMILY = "noise"
+COPY = "copy"
+EMBEDDING = "embedding"
+COLLECTIVE = "collective"
+OTHER = "other"
+
+FAMILY_LABELS = {
+    GEMM: "matrix products",
+    ATTENTION: "attention",
+    ELEMENTWISE: "elementwise",
+    REDUCTION: "reductions",
+    NORMALISATION: "normalisation",
+    OPTIMIZER_FAMILY: "optimizer",
+    CLIPPING: "clipping",
+    NOISE_FAMILY: "noise",
+    COPY: "copies, casts and fills",
+    EMBEDDING: "embedding and indexing",
+    COLLECTIVE: "collectives between ranks",
+    OTHER: "other",
+}
+
+FAMILIES = tuple(FAMILY_LABELS)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_components: dict[tuple[CodeType, str], str] = {}
+
+
+def allocates(component: str, *operators: str) -> Callable[[F], F]:
+    """Declare that calls of `operators` (`aten::mv`) by the function itself make `component`."""
+
+    def declare(function: F) -> F:
+        for operator in operators:
+            _components[function.__code__, operator] = component
+        return function
+
+    return declare
+
+
+def component_of(function: CodeType | None, operator: str) -> str | None:
+    """Return the component that `function` declared for its calls of `operator`."""
+    return None if function is None else _components.get((function, operator))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: each tensor of `reads` is read once and each of `writes` written once, whatever caches do."""
+
+    name: str
+    family: str  # of `FAMILIES`
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    flops: int = 0
+
+
+LaunchListener = Callable[[Launch], None]
+
+_launch_listeners: list[LaunchListener] = []
+
+
+def announce(describe: Callable[[], Launch]) -> None:
+    """Notify listeners of a launch; `describe` is not called without listeners."""
+    if _launch_listeners:
+        launch = describe()
+        for listener in list(_launch_listeners):
+            listener(launch)
+
+
+@contextmanager
+def hearing(listener: LaunchListener) -> Iterator[None]:
+    """Announce every launch to `listener` while the context is open."""
+    _launch_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _launch_listeners.remove(listener)

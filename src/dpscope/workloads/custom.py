@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dpscope.errors import UserError
@@ -31,7 +30,10 @@ def build(config: CustomConfig, *, batch_size: int, seq_len: int | None) -> Work
 
 
 def load_function(config: CustomConfig) -> Callable[..., Any]:
-    module = _load_module(config)
+    # As `python FILE.py` would, so that it can import its neighbours.
+    if str(config.import_root) not in sys.path:
+        sys.path.insert(0, str(config.import_root))
+    module = load_file(Path(config.file)) if config.module is None else importlib.import_module(config.module)
     function = getattr(module, config.function, None)
     if function is None:
         own = (name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_"))
@@ -40,15 +42,6 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
         raise UserError(f"{config.name} is {_describe(function)}, not a function that returns a dpscope.Workload")
     found: Callable[..., Any] = function
     return found
-
-
-def _load_module(config: CustomConfig) -> ModuleType:
-    """Load a file as `python FILE.py` would, so that it can import its neighbours."""
-    if str(config.import_root) not in sys.path:
-        sys.path.insert(0, str(config.import_root))
-    if config.module is not None:
-        return importlib.import_module(config.module)
-    return load_file(Path(config.file))
 
 
 def _arguments(

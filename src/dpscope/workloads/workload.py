@@ -1,20 +1,25 @@
-"""The contract between a workload and the methods that train it."""
+"""The contract between a workload and the methods that train it; seeded random data; adapters on any model."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
+from dpscope.packages import install_command
 from dpscope.places import load_at
 from dpscope.vocabulary.settings import PARAM_DTYPES
-from dpscope.workloads.configs import WorkloadConfig
+from dpscope.workloads.configs import ImageConfig, LoraSettings, TransformerConfig, WorkloadConfig
 
 Batch = Any  # a pytree of tensors whose first dimension is the sample
 
@@ -71,8 +76,7 @@ def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | No
     lora = config.lora
     if lora is None:
         return workload
-    from dpscope.workloads.lora import adapt
-
+    require_peft()
     return replace(workload, model=lambda: adapt(workload.model(), lora))
 
 
@@ -125,3 +129,103 @@ def silence(model: nn.Module) -> int:
             setattr(module, name, quiet)
         found += bool(values)
     return found
+
+
+def get_random_dataloader(
+    config: WorkloadConfig,
+    *,
+    batch_size: int,
+    seq_len: int | None = None,
+    num_batches: int = 1,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of (inputs, targets) that already lie on `device`.
+
+    Drawn on the CPU and then moved, so that a seed means the same data everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = batch_size * num_batches
+    if isinstance(config, TransformerConfig):
+        length = config.resolve_seq_len(seq_len)
+        tokens = torch.randint(config.vocab_size, (samples, length + 1), generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    elif isinstance(config, ImageConfig):
+        inputs = torch.randn(samples, 3, config.image_size, config.image_size, generator=generator)
+        targets = torch.randint(config.num_classes, (samples,), generator=generator)
+    else:
+        raise UserError(f"{config.name!r} makes its own batches: build_workload(config, …).batch(seed, device)")
+    dataset = TensorDataset(inputs.to(device), targets.to(device))
+    return DataLoader(dataset, batch_size=batch_size)
+
+
+def random_workload(
+    config: WorkloadConfig,
+    model: Callable[[Any], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    batch_size: int,
+    seq_len: int | None,
+) -> Workload:
+    """Return a model made of a config, on one random batch."""
+
+    def batch(seed: int, device: torch.device) -> tuple[Tensor, ...]:
+        loader = get_random_dataloader(config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device)
+        found: tuple[Tensor, ...] = next(iter(loader))
+        return found
+
+    return Workload(model=partial(model, config), batch=batch, loss=loss)
+
+
+ALL_LINEAR = "all-linear"
+
+
+def require_peft() -> ModuleType:
+    """Import peft, which makes tensors on torch's default device: call this before a plan makes that a fake one."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise UserError(f"--lora needs Hugging Face's peft: {install_command('peft')}") from None
+    library: ModuleType = peft
+    return library
+
+
+def adapt(model: nn.Module, lora: LoraSettings) -> nn.Module:
+    """Return the model with adapters on the modules that `lora.target` names.
+
+    Both factors are drawn at random. peft's own start, B = 0, would give A no gradient in the first step, and a step
+    that is compared or checked should be one in which every adapter moves.
+    """
+    peft = require_peft()
+    if lora.target != (ALL_LINEAR,):
+        names = [name for name, _ in model.named_modules()]
+        for target in lora.target:
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                raise UserError(f"--lora target={target}: the model has no such module; it has {_adaptable(model)}")
+    settings = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if lora.target == (ALL_LINEAR,) else list(lora.target),
+        lora_dropout=0.0,
+        init_lora_weights=False,
+    )
+    try:
+        with warnings.catch_warnings():  # peft turns the matrices of GPT-2's Conv1D by itself, and says so
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+            adapted: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise UserError(f"--lora: peft refuses this model: {str(error).splitlines()[0]}") from None
+    return adapted
+
+
+def _adaptable(model: nn.Module) -> str:
+    """Return the last name parts of modules that hold a matrix, each once: the names that people give as targets."""
+    found = dict.fromkeys(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if name and (weight := module._parameters.get("weight")) is not None and weight.dim() > 1
+    )
+    words = [name for name in found if not name.isdigit()] or list(found)
+    return ", ".join(words[:12]) + (", …" if len(words) > 12 else "")

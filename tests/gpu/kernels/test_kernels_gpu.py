@@ -13,14 +13,14 @@ from torch import Tensor
 from dpscope.flash.kernels.float32_products import truncated_to_tf32
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
-from dpscope.flash.kernels.gram_tiles import GramTiles
-from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.flash.kernels.gram_units import GramTiles, GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
-from dpscope.flash.kernels.noise import add_noise_, noise_values
+from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
+from tests.unit.flash.kernels.noise_values import noise_values
 
 pytestmark = [
     pytest.mark.gpu,

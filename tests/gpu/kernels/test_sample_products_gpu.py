@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels import sample_products
-from dpscope.flash.kernels.sample_products import LONG_SAMPLES, SHORT_SAMPLES, products_and_norms
+from dpscope.flash.kernels.sample_products import LONG_SAMPLES, OLDEST_GLUON, SHORT_SAMPLES, products_and_norms
+from dpscope.flash.kernels.triton_runtime import has_triton
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() != (9, 0)
-        or not sample_products.has_gluon(),
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not has_triton(*OLDEST_GLUON),
         reason="needs a GPU of compute capability 9.0 and a Triton with Gluon",
     ),
     pytest.mark.filterwarnings("error:dpscope's kernel"),  # which says that it is off

@@ -9,7 +9,7 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 import dpscope
-from dpscope.audit.accounting import find_sampling_faults
+from dpscope.audit.noise import find_sampling_faults
 from dpscope.flash import PrivacyEngine
 from tests.unit.audit.engine_loops import loop_of
 

@@ -99,8 +99,7 @@ def test_the_answer_prints_and_serialises_with_a_verdict_for_each_test():
     found = dpscope.check(MIXING["a token mean over the batch"][0], ["flash"])
     assert str(found).splitlines()[-1] == "flash: BREACH (neighbours)."
     audit = found.to_dict()["methods"][0]["audit"]
-    assert [audit[test]["verdict"] for test in ("neighbours", "accounting")] == ["BREACH", "held"]
-    assert audit["noise"]["verdict"] in ("held", "not tried")  # not tried was seen once; why is open
+    assert [audit[test]["verdict"] for test in ("neighbours", "noise", "accounting")] == ["BREACH", "held", "held"]
     assert audit["neighbours"]["figures"]["largest_move_of_allowed"] > 1
 
 

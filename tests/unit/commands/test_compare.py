@@ -140,8 +140,8 @@ def test_a_result_file_says_what_it_was_measured_on(comparison):
 
 def test_the_peak_of_the_standard_row_holds_the_model_twice_and_its_optimizer(comparison):
     """At the least: parameters, gradients and AdamW's two moments, four bytes each."""
+    from dpscope.workloads.built_in import SimpleBigModel
     from dpscope.workloads.configs import make_config
-    from dpscope.workloads.transformer import SimpleBigModel
 
     _, folder = comparison
     (path,) = (folder / "results").glob("standard*-time-*.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpscope.commands.console import make_console, name_files
+from dpscope.commands.sweeping import make_console, name_files
 
 
 def test_every_file_written_gets_a_line_and_the_page_is_named_last(capsys):

@@ -94,7 +94,7 @@ def test_mistakes_are_met_with_a_sentence(command, sentence, tmp_path):
 def test_an_experiment_gives_the_file_of_old_with_times_and_components(tmp_path, monkeypatch, capsys):
     output = tmp_path / "ghost_result.json"
     flags = [*SMALL, "--warmup-iter", "1", "--device", "cpu", "--output", output]
-    monkeypatch.setattr("dpscope.runner.launcher.launch", rows_here.launch_here)
+    monkeypatch.setattr("dpscope.runner.sweep.launch", rows_here.launch_here)
     monkeypatch.setattr(sys, "argv", [str(EXPERIMENT), "--experiment", "ghost", *map(str, flags)])
     monkeypatch.syspath_prepend(EXPERIMENT.parent)  # as `python SCRIPT` would
     with pytest.raises(SystemExit) as outcome:

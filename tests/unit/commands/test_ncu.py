@@ -79,8 +79,8 @@ def test_without_a_gpu_the_bytes_are_an_estimate_and_say_so(estimated):
 
 def test_the_estimate_is_more_than_the_optimizer_alone_moves(estimated):
     """AdamW reads parameters, gradients and two moments, and writes three of the four: 4 bytes each."""
+    from dpscope.workloads.built_in import SimpleBigModel
     from dpscope.workloads.configs import make_config
-    from dpscope.workloads.transformer import SimpleBigModel
 
     _, folder = estimated
     (path,) = (folder / "results").glob("*-ncu-*.json")

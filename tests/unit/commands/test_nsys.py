@@ -19,7 +19,7 @@ REAL = DATA / "nsys_step.sqlite"
 @pytest.fixture
 def dpscope(monkeypatch, tmp_path):
     """Run the command; nsys is nowhere unless a test installs one."""
-    monkeypatch.setattr("dpscope.instruments.nsight.ROOT", tmp_path / "root")
+    monkeypatch.setattr("dpscope.instruments.processes.ROOT", tmp_path / "root")
     monkeypatch.setenv("NSYS", str(tmp_path / "no-nsys"))
     monkeypatch.chdir(tmp_path)
 

@@ -64,6 +64,12 @@ def test_a_plan_says_what_fits_how_long_it_takes_and_how_private_it_is(tmp_path)
         (["--gpu", "t4", "--samples", "100", "--epsilon", "0", "--epochs", "1"], "epsilon must be a number above 0"),
         (["--gpu", "t4", "--epsilon", "1"], "give --samples"),
         (["--gpu", "t4", "--samples", "100", "--hours", "1", "--epochs", "1"], "give one of them"),
+        (["--gpu", "t4", "--samples", "100", "--hours", "1"], "the noise is open"),
+        (["--gpu", "t4", "--samples", "100", "--hours", "1", "--epsilon", "0"], "epsilon must be a number above 0"),
+        (["--gpu", "t4", "--samples", "100", "--noise-multiplier", "1"], "how long to train is open"),
+        (["--gpu", "t4", "--noise-multiplier", "1"], "give --samples"),
+        (["--gpu", "t4", "--price-per-hour", "2"], "the price depends on how long to train"),
+        (["--gpu", "t4", "--html", "-"], "give the name of a file"),
         ([], "the card and the batch are both open"),
     ],
 )
@@ -72,6 +78,7 @@ def test_wrong_usage_ends_in_a_sentence(arguments, says):
     assert ended.exit_code == 2
     assert says in ended.output
     assert "Traceback" not in ended.output
+    assert "a step of" not in ended.output  # it is said before anything runs
 
 
 def small(gib):

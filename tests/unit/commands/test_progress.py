@@ -7,14 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
-from dpscope.commands.console import SweepProgress
+from dpscope.commands.sweeping import SweepProgress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds since the start, moved by hand."""
     now = [0.0]
-    monkeypatch.setattr("dpscope.commands.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dpscope.commands.sweeping.time.monotonic", lambda: now[0])
     return now
 
 

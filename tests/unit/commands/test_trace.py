@@ -199,7 +199,7 @@ def test_a_log_folder_that_is_a_file_is_refused_before_anything_is_measured(run,
 
 
 def test_without_tensorboard_everything_else_is_there_and_a_sentence_says_so(rows, tmp_path, monkeypatch):
-    from dpscope.commands.tensorboard import write_log
+    from dpscope.commands.trace import write_log
     from dpscope.errors import UserError
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -209,7 +209,7 @@ def test_without_tensorboard_everything_else_is_there_and_a_sentence_says_so(row
 
 
 def test_a_log_replaces_one_of_the_same_name(sweep, rows, tmp_path):
-    from dpscope.commands.tensorboard import write_log
+    from dpscope.commands.trace import write_log
 
     _, folder, _ = sweep
     first = write_log(rows, folder, tmp_path)

@@ -22,7 +22,7 @@ KERNELS = (
     ("gradients.contributions", "kept_sums"),
     ("gradients.contributions", "scaled_sums"),
     ("step.microbatch", "kept_sums"),
-    ("checkpointing.block_fingerprints", "projections"),
+    ("checkpointing.recomputation", "projections"),
 )
 
 

@@ -277,9 +277,9 @@ def test_hooks_of_the_user_are_called_as_ever():
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         private_step(engine, batch, sine_losses)
         assert called[-2:] == ["forward", "backward"]
-        engine.rehearsals.schedule.pause()
+        engine.verification.schedule.pause()
         called.clear()
-        private_step(engine, batch, sine_losses)  # the first one was rehearsed
+        private_step(engine, batch, sine_losses)  # the first one was verified
     assert called == ["forward", "backward"]
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.update import optimizer as fused
 from dpscope.flash.update.noise_source import NoiseSource
+from tests.unit.flash.kernels.noise_values import noise_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

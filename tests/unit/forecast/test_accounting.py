@@ -17,7 +17,7 @@ from dpscope.forecast.accounting import PrivacyGoal, account
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch", "epochs", "epsilon"), [(1000, 100, 3, 8.0), (1000, 96, 2, 2.0), (50_000, 512, 1, 3.0)]
+    ("samples", "batch", "epochs", "epsilon"), [(1000, 100, 3, 8.0), (1000, 96, 2.5, 2.0), (50_000, 512, 1, 3.0)]
 )
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_the_noise_is_that_of_opacus(samples, batch, epochs, epsilon, accountant):
@@ -30,6 +30,7 @@ def test_the_noise_is_that_of_opacus(samples, batch, epochs, epsilon, accountant
         target_epsilon=epsilon, target_delta=1e-5, sample_rate=rate, epochs=epochs, accountant=accountant
     )
     assert found.noise_multiplier == wanted
+    assert found.steps == int(epochs / rate)
     for name in ("rdp", "prv"):
         spent = create_accountant(name)
         spent.history = [(wanted, rate, found.steps)]

@@ -89,4 +89,6 @@ def test_results_of_other_sizes_strides_and_numbers_are_not_mixed_up():
         assert x.sum(0).shape != x.sum(1).shape
         whole, real = torch.full((2,), 1, device=DEVICE), torch.full((2,), 1.0, device=DEVICE)
         assert whole.dtype != real.dtype
-        assert remembered_results.key_of(torch.ops.aten.set_.source_Tensor, (x, y), {}) is None
+        key = remembered_results.key_of(torch.ops.aten.set_.source_Tensor, (x, y), {})
+        x.set_(y)
+        assert RememberedResults._recipes[key] is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.forecast.allocator import OutOfFakeMemory, Segments
+from dpscope.forecast.allocator import Allocator, OutOfFakeMemory, Segments
+from dpscope.forecast.cards import CARDS
 
 MIB = 2**20
 
@@ -47,3 +48,12 @@ def test_empty_segments_are_given_back_before_the_limit_is_an_error():
     assert segments.reserved == 60 * MIB
     with pytest.raises(OutOfFakeMemory):
         segments.allocate(10 * MIB)
+
+
+def test_a_peak_that_begins_again_forgets_what_was_there_before():
+    allocator = Allocator(CARDS["h200"])
+    segments = allocator.segments
+    segments.free(segments.allocate(1000 * MIB))  # a whole model, of which each process keeps a shard
+    allocator.begin_again(None)
+    segments.allocate(MIB)
+    assert allocator.peak == segments.step_peak == segments.allocated

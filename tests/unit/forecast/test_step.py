@@ -218,6 +218,31 @@ def test_a_model_that_is_too_large_for_one_card_fits_in_shards():
         forecast_step(wide, H200, detailed=False, limit=limit)
 
 
+class Scale(nn.Module):
+    """A layer that Opacus knows through functorch alone, which copies it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def scaled_workload(batch_size=4):
+    return Workload(
+        model=lambda: nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4)),
+        batch=lambda seed, device: torch.randn(batch_size, 16, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+@takes_shards
+def test_ghost_clipping_of_a_layer_that_opacus_copies_is_followed_in_shards():
+    row = RunSpec(workload=workload_of(scaled_workload), method="ghost", batch_size=4, device="cuda")
+    assert forecast_step(replace(row, gpus=2, parallel="fsdp"), H200, detailed=False).peak_bytes
+
+
 def test_an_unknown_card_is_refused_with_the_names_there_are():
     with pytest.raises(UserError, match=r"unknown card 'h300'.*h100-80gb"):
         find_card("h300")

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpscope.instruments.estimate import estimate_traffic
 from dpscope.results.payloads.ncu import Estimate
-from dpscope.results.validation import find_mismatch
-from dpscope.vocabulary import families, launches, phases
+from dpscope.results.schema import find_mismatch
+from dpscope.vocabulary import phases
 
 METHODS = ("standard", "flat", "ghost", "flash")
 F32 = 4  # bytes
@@ -34,7 +34,7 @@ def test_a_matrix_product_reads_both_operands_and_writes_the_result():
     row = only_row(lambda: a @ b)
     assert (row["dram_read_bytes"], row["dram_write_bytes"]) == ((15 + 35) * F32, 21 * F32)
     assert row["flops"] == 2 * 3 * 5 * 7
-    assert (row["name"], row["family"], row["phase"], row["calls"]) == ("aten::mm", families.GEMM, None, 1)
+    assert (row["name"], row["family"], row["phase"], row["calls"]) == ("aten::mm", phases.GEMM, None, 1)
 
 
 def test_a_matrix_times_its_transpose_is_read_once():
@@ -122,7 +122,7 @@ def test_a_dense_embedding_gradient_writes_the_whole_table():
     rows = estimate_traffic(lambda: out.backward(upstream), device="cpu")["kernels"]["rows"]
     (row,) = (row for row in rows if row["name"] == "aten::embedding_dense_backward")
     assert (row["dram_read_bytes"], row["dram_write_bytes"]) == (6 * 8 * F32 + 6 * 8, 8000 * F32)
-    assert row["family"] == families.EMBEDDING
+    assert row["family"] == phases.EMBEDDING
 
 
 def test_indexing_touches_the_places_that_are_indexed():
@@ -149,7 +149,7 @@ def test_layer_norm_reads_input_weight_and_bias_and_keeps_its_statistics():
     x, norm = torch.randn(6, 8), nn.LayerNorm(8)
     row = only_row(lambda: norm(x))
     assert (row["dram_read_bytes"], row["dram_write_bytes"]) == ((48 + 8 + 8) * F32, (48 + 6 + 6) * F32)
-    assert row["family"] == families.NORMALISATION
+    assert row["family"] == phases.NORMALISATION
 
 
 def test_a_linear_layer_forward_and_backward():
@@ -175,7 +175,7 @@ def test_a_fused_optimizer_step_reads_four_numbers_and_writes_three_a_parameter(
     rows = estimate_traffic(optimizer.step, device="cpu")["kernels"]["rows"]
     (row,) = (row for row in rows if row["name"] == "aten::_fused_adamw_")
     assert (row["dram_read_bytes"], row["dram_write_bytes"]) == ((4 * 30 + 2) * F32, 3 * 30 * F32)
-    assert row["family"] == families.OPTIMIZER_FAMILY
+    assert row["family"] == phases.OPTIMIZER_FAMILY
 
 
 def test_lists_of_tensors_are_counted_tensor_by_tensor():
@@ -186,7 +186,7 @@ def test_lists_of_tensors_are_counted_tensor_by_tensor():
 def test_attention_reads_queries_keys_and_values_and_writes_no_square_matrix():
     q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
     row = only_row(lambda: F.scaled_dot_product_attention(q, k, v))
-    assert row["family"] == families.ATTENTION
+    assert row["family"] == phases.ATTENTION
     assert row["dram_read_bytes"] == 3 * 1024 * F32
     assert row["dram_write_bytes"] == (1024 + 2 * 64) * F32  # and the logarithms of the sums
     assert row["flops"] == 2 * (2 * 2 * 64 * 64 * 8)
@@ -204,8 +204,8 @@ def test_a_product_with_one_row_is_a_weighted_sum():
         with phases.phase(phases.CLIP):
             return factors @ kept
 
-    assert only_row(lambda: factors @ kept)["family"] == families.REDUCTION
-    assert only_row(clip)["family"] == families.CLIPPING
+    assert only_row(lambda: factors @ kept)["family"] == phases.REDUCTION
+    assert only_row(clip)["family"] == phases.CLIPPING
 
 
 def test_the_innermost_phase_owns_the_bytes():
@@ -219,8 +219,8 @@ def test_the_innermost_phase_owns_the_bytes():
 
     rows = estimate_traffic(step, device="cpu")["kernels"]["rows"]
     assert {(row["name"], row["phase"], row["family"]) for row in rows} == {
-        ("aten::exp", phases.BACKWARD, families.ELEMENTWISE),
-        ("aten::add_", phases.NOISE, families.NOISE_FAMILY),
+        ("aten::exp", phases.BACKWARD, phases.ELEMENTWISE),
+        ("aten::add_", phases.NOISE, phases.NOISE_FAMILY),
     }
 
 
@@ -228,23 +228,23 @@ def test_a_kernel_outside_the_dispatcher_counts_as_it_announces_itself():
     a, b = torch.randn(30), torch.randn(10)
 
     def launch():
-        described = launches.Launch(name="mine", family=families.CLIPPING, reads=[a, a, b], writes=[b], flops=7)
-        launches.announce(lambda: described)
+        described = phases.Launch(name="mine", family=phases.CLIPPING, reads=[a, a, b], writes=[b], flops=7)
+        phases.announce(lambda: described)
 
     row = only_row(launch)
     assert (row["dram_read_bytes"], row["dram_write_bytes"], row["flops"]) == (40 * F32, 10 * F32, 7)
-    assert (row["name"], row["family"]) == ("mine", families.CLIPPING)
+    assert (row["name"], row["family"]) == ("mine", phases.CLIPPING)
 
 
 def test_nobody_describes_a_launch_that_nobody_hears():
-    launches.announce(lambda: pytest.fail("described in vain"))
+    phases.announce(lambda: pytest.fail("described in vain"))
 
 
 @pytest.fixture(scope="module", params=["tiny", "cnn"])
 def trainers(request):
     """A trainer and a batch of every method, warmed up."""
-    from dpscope.runner.assembly import make_trainer
     from dpscope.runner.spec import RunSpec
+    from dpscope.runner.steps import make_trainer
     from dpscope.workloads.configs import make_config
 
     sizes = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
@@ -267,7 +267,7 @@ def test_rows_add_up_and_every_family_is_known(trainers, method):
         assert estimate[figure] == sum(row[figure] for row in rows) > 0
     assert estimate["flops"]["total"] == sum(row["flops"] for row in rows) > 0
     assert estimate["kernels"]["calls_seen"] == sum(row["calls"] for row in rows)
-    assert {row["family"] for row in rows} <= set(families.FAMILIES)
+    assert {row["family"] for row in rows} <= set(phases.FAMILIES)
     assert {row["phase"] for row in rows} <= {*phases.PHASES, None}
     assert {phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER} <= {row["phase"] for row in rows}
 
@@ -287,7 +287,7 @@ def test_floating_point_operations_are_torchs_own_count(trainers):
         trainer.train_step(batch)
     rows = estimate_traffic(lambda: trainer.train_step(batch), device="cpu")["kernels"]["rows"]
     known = sum(n for name, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))
-    assert sum(row["flops"] for row in rows if row["family"] != families.ATTENTION) == known > 0
+    assert sum(row["flops"] for row in rows if row["family"] != phases.ATTENTION) == known > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -312,7 +312,7 @@ def test_a_step_that_is_looked_at_trains_like_any_other(trainers, method):
     trainer.train_step(batch)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, watched[name]), name
-    assert not launches._listeners
+    assert not phases._listeners
 
 
 def test_an_estimate_is_of_the_shape_that_result_files_have():

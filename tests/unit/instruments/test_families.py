@@ -10,7 +10,7 @@ import pytest
 import dpscope.flash.kernels.triton_runtime as kernels_home
 from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.vocabulary.families import (
+from dpscope.vocabulary.phases import (
     ATTENTION,
     CLIPPING,
     COPY,

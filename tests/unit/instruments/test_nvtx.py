@@ -9,7 +9,7 @@ import torch
 
 from dpscope.instruments import nvtx
 from dpscope.instruments.nvtx import nvtx_phases, nvtx_range
-from dpscope.runner.assembly import make_trainer
+from dpscope.runner.steps import make_trainer
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, phase
 
 

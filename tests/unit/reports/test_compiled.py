@@ -8,8 +8,7 @@ import pytest
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.against.data import set_against
-from dpscope.reports.export import line_identity, to_records
-from dpscope.reports.latex import to_latex
+from dpscope.reports.export import line_identity, to_latex, to_records
 from dpscope.reports.page.table import make_table
 from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary

@@ -10,17 +10,14 @@ import pytest
 from dpscope.plain_text import render_plain
 from dpscope.reports.against.data import set_against
 from dpscope.reports.against.text import against_summary
-from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
-from dpscope.reports.export import to_records
-from dpscope.reports.latex import to_latex
-from dpscope.reports.page.sections import make_cards
-from dpscope.reports.page.table import make_table
+from dpscope.reports.export import to_latex, to_records
+from dpscope.reports.page.table import make_cards, make_table
 from dpscope.reports.report import Report, compare_results
 from dpscope.reports.story import tell
+from dpscope.reports.tables import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
 from dpscope.reports.text import summary
-from dpscope.reports.time.charts import step_time
-from dpscope.reports.time.figures import draw_tradeoff
-from dpscope.reports.trace.charts import operators, phases
+from dpscope.reports.time_charts import draw_tradeoff, step_time
+from dpscope.reports.trace.figures import operators, phases
 from dpscope.units import MISSING
 from tests.unit.reports.trace_results import make_trace, operator
 from tests.unit.reports.writing import report_of

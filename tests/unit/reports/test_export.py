@@ -10,8 +10,7 @@ import pandas
 import pytest
 
 from dpscope.comparison import Comparison
-from dpscope.reports.export import CSV, to_pandas, to_records
-from dpscope.reports.latex import escape, to_latex
+from dpscope.reports.export import CSV, escape, to_latex, to_pandas, to_records
 from dpscope.reports.report import compare_results
 from dpscope.vocabulary.components import COMPONENTS
 from tests.unit.reports.writing import write

@@ -8,12 +8,12 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
+from dpscope.reports.drawing import DPI, PAGE_WIDTH, SMALL
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
 from dpscope.reports.output import suffixed
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.report import compare_results
-from dpscope.reports.time.figures import draw_tradeoff
+from dpscope.reports.time_charts import draw_tradeoff
 from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.writing import write
 

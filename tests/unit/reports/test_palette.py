@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dpscope.reports.palette import (
+from dpscope.reports.looks import (
     BUILT_IN_METHODS,
     COMPONENT_COLOURS,
     FAMILY_COLOURS,
@@ -16,7 +16,7 @@ from dpscope.reports.palette import (
     colour_of,
     method_looks,
 )
-from dpscope.vocabulary import components, families, phases
+from dpscope.vocabulary import components, phases
 
 
 def method_colours(methods):
@@ -72,7 +72,7 @@ def test_as_many_methods_as_there_are_looks_are_all_told_apart(looks):
     [
         (components.KEYS, COMPONENT_COLOURS),
         ((*phases.PHASES, phases.BETWEEN_PHASES), PHASE_COLOURS),
-        (families.FAMILIES, FAMILY_COLOURS),
+        (phases.FAMILIES, FAMILY_COLOURS),
     ],
     ids=["components", "phases", "families"],
 )

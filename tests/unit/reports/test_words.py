@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.words import LONGEST_IN_PROSE, in_prose
+from dpscope.reports.looks import LONGEST_IN_PROSE, in_prose
 
 KERNEL = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.results.memory import NotConserved, conservation_faults, require_conserved
+from dpscope.results.derived import NotConserved, conservation_faults, require_conserved
 from dpscope.runner.measure import measure
 
 

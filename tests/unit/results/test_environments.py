@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpscope.results.environments import days_of, differing_facts, facts_of, machine_of, merge_facts
+from dpscope.results.identity import days_of, differing_facts, facts_of, machine_of, merge_facts
 
 DAY = 86400.0
 

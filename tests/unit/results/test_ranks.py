@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpscope.results.ranks import ranks_in
+from dpscope.results.derived import ranks_in
 from tests.unit.rank_payloads import MEASURED, SIMULATED
 
 

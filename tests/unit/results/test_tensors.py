@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.results.memory import maker_of, place_of, shape_in_words
+from dpscope.results.derived import maker_of, place_of, shape_in_words
 
 TENSOR = {
     **{"shape": [8, 1024], "dtype": "float32", "module": "blocks.*.up", "operator": "aten::addmm"},

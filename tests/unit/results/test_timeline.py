@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpscope.results.memory import PhaseSpan, Timeline, thin
+from dpscope.results.derived import PhaseSpan, Timeline, thin
 from tests.unit.memory_results import MIB
 
 MOMENTS = 400

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from typing_extensions import NotRequired, TypedDict
 
-from dpscope.results.validation import find_mismatch
+from dpscope.results.schema import find_mismatch
 
 
 class Part(TypedDict):

@@ -10,7 +10,7 @@ import pytest
 
 from dpscope.instruments.processes import FinishedCommand
 from dpscope.instruments.timing import Timing
-from dpscope.runner import rank_launcher
+from dpscope.runner import ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
 
@@ -42,7 +42,7 @@ def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | N
                 (Path(command[-1]) / f"{rank}.json").write_text(json.dumps(outcome))
         return FinishedCommand(0, output)
 
-    monkeypatch.setattr(rank_launcher, "run_limited", run)
+    monkeypatch.setattr(ranks, "run_limited", run)
 
 
 def ok(times: list[float], peak: int) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 
-from dpscope.instruments.memory.snapshots import live_tensor_bytes
-from dpscope.runner import collector
-from dpscope.runner.assembly import assemble
+from dpscope.instruments.peaks import live_tensor_bytes
+from dpscope.runner import worker
+from dpscope.runner.steps import assemble
 from tests.forked import run_forked
 
 
 def test_it_works_again_before_there_is_a_model_whose_tensors_it_therefore_knows(make_spec):
     def measure() -> None:
         gc.unfreeze()
-        collector.rest()
+        worker.rest_collector()
         assert not gc.isenabled()
         trainer, _ = assemble(make_spec(method="flash"))
         assert gc.isenabled()

@@ -130,7 +130,7 @@ def test_opacus_s_rows_say_why_they_cannot_be_compiled(measured, method):
 
 
 def test_a_method_of_another_package_is_asked_whether_it_can(measured, monkeypatch):
-    from dpscope.trainers.standard import StandardTrainer
+    from dpscope.trainers.base import StandardTrainer
 
     monkeypatch.delattr(StandardTrainer, "compile")
     result = measured("fine")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.results.store import ResultStore
-from dpscope.runner.launcher import Limits
-from dpscope.runner.sweep import CACHE_FOLDER, SweepObserver, compile_caches, run_sweep
+from dpscope.runner.sweep import CACHE_FOLDER, Limits, SweepObserver, compile_caches, run_sweep
 from dpscope.workloads.configs import workload_at
 from tests.compiled_here import inductor_links
 from tests.torch_here import takes_compiled

@@ -82,7 +82,7 @@ def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeyp
 
 
 def test_torch_compile_without_a_cpp_compiler_comes_with_a_remedy(monkeypatch):
-    monkeypatch.setattr("dpscope.trainers.compilation.torch_folder", lambda: "/anywhere")
+    monkeypatch.setattr("dpscope.trainers.modes.torch_folder", lambda: "/anywhere")
     (works,) = diagnosis.check_compile()
     assert works.status == PRESENT
 
@@ -113,7 +113,7 @@ def test_brackets_in_a_remedy_are_printed(monkeypatch):
 )
 def test_an_nsys_anywhere_is_named_and_its_importer_tried(monkeypatch, tmp_path, importer, status, says):
     monkeypatch.setenv("NSYS", str(fake_nsys.install(tmp_path, importer=importer)))
-    monkeypatch.setattr("dpscope.instruments.nsight.ROOT", tmp_path / "nothing installed")
+    monkeypatch.setattr("dpscope.instruments.processes.ROOT", tmp_path / "nothing installed")
     checked = diagnosis.check_nsys()
     assert finding(checked, "Nsight Systems").found == f"2025.3.1.90, {tmp_path}/host/target-linux-x64/nsys"
     found = finding(checked, "nsys importer")

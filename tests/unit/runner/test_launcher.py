@@ -16,9 +16,9 @@ from dpscope.endings import outcome_of_exception, outcome_of_exit
 from dpscope.errors import UserError
 from dpscope.packages import install_command
 from dpscope.results.store import ResultStore, read_result
-from dpscope.runner import launcher
-from dpscope.runner.launcher import Limits, launch
+from dpscope.runner import sweep
 from dpscope.runner.measure import measure_or_explain
+from dpscope.runner.sweep import Limits, launch
 from dpscope.vocabulary.statuses import DISK_FULL, FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 # How every fake worker begins: with the request that the parent hands it.
@@ -241,7 +241,7 @@ def test_a_worker_whose_parent_dies_ends_by_itself(start, tmp_path, make_spec, w
         "import json, sys\n"
         "from pathlib import Path\n"
         "from dpscope.results.store import ResultStore\n"
-        "from dpscope.runner.launcher import Limits, launch\n"
+        "from dpscope.runner.sweep import Limits, launch\n"
         "from dpscope.runner.spec import RunSpec\n"
         "store = ResultStore(Path(sys.argv[1])); store.create()\n"
         "launch(RunSpec.from_dict(json.loads(sys.argv[2])), store, limits=Limits(),\n"
@@ -288,7 +288,7 @@ def test_a_kill_by_the_kernel_for_memory_is_an_oom_row():
 
 
 def test_the_kernels_count_of_kills_is_read_where_it_exists():
-    assert launcher._oom_kills() >= 0
+    assert sweep._oom_kills() >= 0
 
 
 def test_an_exception_becomes_a_status_and_a_sentence():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.preflight import require_buildable, require_measurable
+from dpscope.runner.planning import require_buildable, require_measurable
 from dpscope.workloads.configs import PRESETS, make_config
 
 
@@ -40,7 +40,7 @@ def test_a_model_that_is_known_to_be_trainable_is(name, make_spec):
 @pytest.mark.parametrize("spec", [{"checkpoint_blocks": True}, {"workload": make_config("resnet18"), "seq_len": None}])
 def test_what_a_config_does_not_tell_is_seen_by_building_the_model(spec, make_spec, monkeypatch):
     built = []
-    monkeypatch.setattr("dpscope.runner.preflight.require_buildable", built.append)
+    monkeypatch.setattr("dpscope.runner.planning.require_buildable", built.append)
     require_measurable([made := make_spec(method="flash", **spec)])
     assert built == [made]
 

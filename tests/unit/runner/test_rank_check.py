@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from dpscope.cli import main
+from dpscope.runner import rank_check
 from dpscope.runner.rank_check import CHECKED_STEPS, RankCheck, check_ranks, compare, share_of_step
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
 from tests.unit.flash.ranks.world import FSDP_OR_DDP
+from tests.unit.two_ranks import fork_ranks
 
 SPEC = RunSpec(workload=PRESETS["tiny"], method="flash", batch_size=2, seq_len=8, gpus=2, parallel=FSDP_OR_DDP)
 
@@ -38,8 +42,21 @@ def test_a_parameter_that_is_not_where_one_process_puts_it_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_heeds_methods_number_format_tolerance_and_json(tmp_path: Path) -> None:
-    """A method that cannot run over ranks says so, and one that is asked for is the one that runs."""
+def test_the_command_heeds_methods_number_format_tolerance_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that cannot run over ranks says so, and one that is asked for is the one that runs.
+
+    Ranks are copies of this process; the test below starts real ones.
+    """
+
+    def run(command: list[str]) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", command[-3:])
+        fork_ranks(rank_check.main)
+        return SimpleNamespace(output="")
+
+    monkeypatch.setattr(rank_check, "run_limited", run)
+    monkeypatch.setattr(rank_check, "end_with_lifeline", lambda: None)
     file = tmp_path / "ranks.json"
     options = ["--seq-len", "8", "--batch-size", "2", "--gpus", "2", "--parallel", "ddp", "--device", "cpu"]
     asked = ["--methods", "flash,flat", "--dtype", "fp64", "--tolerance", "1e-9", "--json", str(file)]

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.results.environments import MUST_BE_EQUAL
+from dpscope.results.identity import MUST_BE_EQUAL
 from dpscope.results.store import ResultStore
 from dpscope.runner import sweep
-from dpscope.runner.environment import collect
-from dpscope.runner.launcher import Limits
-from dpscope.runner.sweep import finished_rows, open_store, run_sweep, still_valid
+from dpscope.runner.measure import collect
+from dpscope.runner.sweep import Limits, finished_rows, open_store, run_sweep, still_valid
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpscope.errors import UserError
-from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import Limits
 from dpscope.vocabulary.settings import DTYPES, OPTIMIZERS
 from dpscope.workloads.configs import ATTENTIONS, NORMS, CNNConfig, TransformerConfig, make_config
 

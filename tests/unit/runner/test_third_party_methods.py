@@ -16,7 +16,7 @@ from dpscope.vocabulary.methods import methods
 MODULE = """
 import os, signal, time
 import torch
-from dpscope.trainers.standard import StandardTrainer
+from dpscope.trainers.base import StandardTrainer
 
 class HungryTrainer(StandardTrainer):
     def train_step(self, batch):

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import join_world
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import join_world
 from dpscope.workloads.configs import PRESETS
 
 ALONE = RunSpec(workload=PRESETS["tiny"], method="standard", batch_size=2, seq_len=8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dpscope.flash.oracle import run_oracle
-from dpscope.runner.assembly import assemble
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import assemble
 from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import build_workload
 

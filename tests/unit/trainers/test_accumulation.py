@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import assemble
-from dpscope.trainers.standard import StandardTrainer
+from dpscope.runner.steps import assemble
+from dpscope.trainers.base import StandardTrainer
 from dpscope.vocabulary.methods import methods
 from tests.unit.trainers.steps import applied_sums, assert_agree, oracle_sums, spec_of, sums_of_a_step
 

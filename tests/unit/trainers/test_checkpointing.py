@@ -10,10 +10,10 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import run_oracle
-from dpscope.runner.assembly import assemble
-from dpscope.trainers.checkpointing import Checkpointed, checkpoint_blocks
+from dpscope.runner.steps import assemble
+from dpscope.trainers.base import StandardTrainer
 from dpscope.trainers.flash import DPFlashClippingTrainer
-from dpscope.trainers.standard import StandardTrainer
+from dpscope.trainers.modes import Checkpointed, checkpoint_blocks
 from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import build_workload
 from tests.unit.trainers.steps import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dpscope.trainers.compilation import CACHE_SIZE_LIMITS, RECOMPILE_LIMITS, CompileCounts, any_number_of_graphs
+from dpscope.trainers.modes import CACHE_SIZE_LIMITS, RECOMPILE_LIMITS, CompileCounts, any_number_of_graphs
 
 
 def test_limits_of_graphs_are_raised_under_whatever_name_they_have():

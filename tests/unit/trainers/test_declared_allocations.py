@@ -11,8 +11,8 @@ from dpscope.flash.gradients.paths import KEEP
 from dpscope.flash.kernels import scaled_sum
 from dpscope.flash.update.optimizer import FusedUpdate
 from dpscope.instruments.memory import attribute
-from dpscope.vocabulary import allocations
-from dpscope.vocabulary.allocations import allocates, component_of
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.phases import allocates, component_of
 from dpscope.workloads.configs import make_config
 from tests.unit.instruments.memory.steps import WORKLOADS, tracked_step, trainer_of
 
@@ -79,15 +79,15 @@ def test_a_sum_that_is_cut_out_of_a_padded_one_is_a_gradient_too():
 
 
 # What a dry run on fake tensors allocates in place of a kernel is declared, too, and so is what kernels of a GPU fill
-# with a convolution's products: no step here does either.
-ELSEWHERE = {"_like_launched", "conv_products", "conv_sum"}
-DECLARED = {key: value for key, value in allocations._components.items() if key[0].co_name not in ELSEWHERE}
+# with a convolution's products, or what is summed of patches on other devices: no step here does any of it.
+ELSEWHERE = {"_like_launched", "conv_products", "conv_sum", "_sum_of_patches"}
+DECLARED = {key: value for key, value in phases._components.items() if key[0].co_name not in ELSEWHERE}
 
 
 @pytest.mark.parametrize(("code", "operator"), DECLARED, ids=lambda part: getattr(part, "co_name", part))
 def test_without_any_one_declaration_a_component_has_another_size(monkeypatch, code, operator):
     told = {name: largest(name) for name in STEPS}
-    monkeypatch.delitem(allocations._components, (code, operator))
+    monkeypatch.delitem(phases._components, (code, operator))
     assert {name: largest(name) for name in STEPS} != told
 
 
@@ -103,7 +103,7 @@ def test_a_function_is_known_by_itself_and_not_by_its_name():
     assert component_of(make_again.__code__, "aten::mv") is None
     assert component_of(None, "aten::mv") is None
     for operator in ("aten::mv", "aten::mm"):
-        del allocations._components[make.__code__, operator]
+        del phases._components[make.__code__, operator]
 
 
 def test_workloads_are_of_the_batch_size_that_is_reckoned_with():

@@ -11,10 +11,10 @@ import dpscope
 from dpscope.errors import UserError
 from dpscope.exactness import check as exactness
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers import graphed
+from dpscope.trainers import modes
+from dpscope.trainers.base import StandardTrainer
 from dpscope.trainers.flash import DPFlashClippingTrainer
 from dpscope.trainers.opacus import DPSGDTrainer
-from dpscope.trainers.standard import StandardTrainer
 from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import build_workload
 from tests.unit.flash.graphed.host_graphs import host_graphs
@@ -63,7 +63,7 @@ def ordinary_graphs(monkeypatch):
         lambda self, model: (models.clear(), models.append(model), original(self, model))[2],
     )
     monkeypatch.setattr(StandardTrainer, "optimizer_options", lambda self, optimizer: {})  # capturable is of CUDA
-    monkeypatch.setattr(graphed, "record", record)
+    monkeypatch.setattr(modes, "record", record)
     return captured
 
 

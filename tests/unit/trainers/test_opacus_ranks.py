@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash.torch_side.torch_version import is_at_least
 from dpscope.trainers.base import TrainerBase, load_trainer
-from dpscope.trainers.opacus_ranks import OLDEST_SHARDED_ON_CPU
+from dpscope.trainers.opacus import OLDEST_SHARDED_ON_CPU
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import TrainerSettings
 from tests.torch_here import takes_shards

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerSettings
-from dpscope.trainers.standard import StandardTrainer
+from dpscope.runner.steps import make_trainer
+from dpscope.trainers.base import StandardTrainer, TrainerSettings
 from dpscope.vocabulary.methods import methods
 from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import build_workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from dpscope.trainers.privacy_rules import NotPrivateError, require_private_trainable
+from dpscope.trainers.base import NotPrivateError, require_private_trainable
 
 
 def test_every_layer_that_mixes_samples_is_named_with_its_replacement():

@@ -15,7 +15,7 @@ from dpscope.errors import UserError
 from dpscope.flash.ranks.layout import is_fsdp, layout_of
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.flash import DPFlashClippingTrainer
-from dpscope.trainers.spreading import is_sharded, policy_of, spread
+from dpscope.trainers.modes import is_sharded, policy_of, spread
 from dpscope.vocabulary.settings import TrainerSettings
 from tests.torch_here import takes_shards
 from tests.unit.flash.ranks.world import Model

@@ -58,6 +58,7 @@ def resume(folder: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tenso
 
 def main(folder: str, parallel: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerate.state.AcceleratorState._reset_state(True)  # this process may be a copy of one that was alone
     settings: dict[str, Any] = {"gradient_accumulation_steps": LOGICAL // PHYSICAL // world}
     if world > 1:
         settings["ddp_backend"] = "gloo"

@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, HfArgumentParser, Trainer
 from dpscope.errors import UserError
 from dpscope.transformers import PrivateTrainer, PrivateTrainerMixin, PrivateTrainingArguments
 from dpscope.transformers.arguments import REFUSED_SETTINGS, refuse_settings
-from dpscope.transformers.losses import sample_losses
+from dpscope.transformers.steps import sample_losses
 from tests import ROOT
 from tests.unit.transformers.small_training import (
     Counting,

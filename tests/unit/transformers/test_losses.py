@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from dpscope.errors import UserError
-from dpscope.transformers.losses import sample_losses
+from dpscope.transformers.steps import sample_losses
 from tests.unit.transformers.small_training import Counting, collate, small_llama
 
 BERT = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine
-from dpscope.transformers.callbacks import FirstStep
+from dpscope.transformers.steps import FirstStep
 
 
 class Branches(nn.Module):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from dpscope.transformers.losses import sample_losses
+from dpscope.transformers.steps import sample_losses
 from tests.unit.transformers.small_training import Counting, assert_same, collate, private_trainer, small_llama, weights
 
 peft = pytest.importorskip("peft")

@@ -1,4 +1,4 @@
-"""Two ranks under torchrun take the steps of one process, noise included."""
+"""Two ranks take the steps of one process, noise included."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import torch
 
 from tests.unit.transformers.rank_worker import main
 from tests.unit.transformers.small_training import assert_same
-from tests.unit.two_ranks import run_ranks
+from tests.unit.two_ranks import fork_ranks, run_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_take_the_steps_of_one_process(tmp_path, parallel):
     main(str(tmp_path), "none")
-    run_ranks("tests.unit.transformers.rank_worker", tmp_path, parallel)
+    if parallel == "ddp":
+        fork_ranks(main, tmp_path, parallel)
+    else:
+        run_ranks("tests.unit.transformers.rank_worker", tmp_path, parallel)
     one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("none", parallel))
     assert two["sharded"] == (parallel == "fsdp")
     assert two["history"] == one["history"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.transformers.records import PRIVACY_FILE, PrivacyRecord
+from dpscope.transformers.draws import PRIVACY_FILE, PrivacyRecord
 
 RECORD = PrivacyRecord([(1.0, 0.25, 4)], "rdp", 1.0, 0.25, 2**62 + 1)
 

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from dpscope.transformers import PrivateSFTConfig, PrivateSFTTrainer
-from dpscope.transformers.losses import sample_losses
+from dpscope.transformers.steps import sample_losses
 
 SPECIAL = {"<pad>": 0, "<eos>": 1}
 

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
-from dpscope.transformers.losses import sample_losses
+from dpscope.transformers.steps import sample_losses
 from tests.unit.transformers.small_training import (
     LOGICAL,
     SAMPLES,

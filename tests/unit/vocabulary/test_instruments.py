@@ -14,7 +14,7 @@ from dpscope.commands import sweeping
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
 from dpscope.plain_text import render_plain
-from dpscope.reports.page.missing import IN_ORDER, find_missing
+from dpscope.reports.page.render import IN_ORDER, find_missing
 from dpscope.reports.report import Report
 from dpscope.reports.text import section_at, summary
 from dpscope.results.schema import parse_result, result_for
@@ -92,7 +92,7 @@ def test_all_takes_it_in_and_says_what_it_does_where_it_cannot_work(energy):
 
 
 def test_the_page_says_that_it_did_not_look(energy, monkeypatch, make_result):
-    monkeypatch.setattr("dpscope.reports.page.missing.IN_ORDER", [*IN_ORDER, "energy"])
+    monkeypatch.setattr("dpscope.reports.page.render.IN_ORDER", [*IN_ORDER, "energy"])
     gaps = find_missing(Report.of([make_result()])).gaps
     (gap,) = [gap for gap in gaps if gap.what == "Energy"]
     assert gap.commands[0].startswith("dpscope compare --instruments energy ")

@@ -41,7 +41,7 @@ def test_no_name_or_alias_means_two_methods():
 
 
 def test_a_method_of_another_package_is_found_and_says_whose_it_is(installed):
-    installed(mine="dpscope.trainers.standard:StandardTrainer")
+    installed(mine="dpscope.trainers.base:StandardTrainer")
     assert load_trainer(resolve_method("mine")).__name__ == "StandardTrainer"
     assert resolve_method("mine").label == "from dpscope"
     assert list(methods())[-1] == "mine"

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from dpscope.runner.assembly import make_trainer
+from dpscope.runner.steps import make_trainer
 from dpscope.vocabulary import phases
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, NOISE, OPTIMIZER, PHASES, in_phase, listening, phase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.page.sections import make_cards
+from dpscope.reports.page.table import make_cards
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.runner.sweep import still_valid

@@ -65,7 +65,7 @@ def look_at_specs(usual, other):
     from click.testing import CliRunner
 
     from dpscope.cli import main
-    from dpscope.reports.page.missing import command_lines
+    from dpscope.reports.page.render import command_lines
     from dpscope.runner.spec import RunSpec
 
     return {

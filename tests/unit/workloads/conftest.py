@@ -21,7 +21,7 @@ def errors_of():
     import torch
 
     from dpscope.flash.oracle import run_oracle
-    from dpscope.runner.assembly import make_trainer
+    from dpscope.runner.steps import make_trainer
     from dpscope.workloads.workload import build_workload
 
     def find(spec):

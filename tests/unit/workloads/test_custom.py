@@ -14,10 +14,10 @@ import dpscope
 from dpscope.cli import main
 from dpscope.errors import UserError
 from dpscope.reports.report import Report
-from dpscope.runner.launcher import Limits
 from dpscope.runner.measure import measure_or_explain, own_traceback
-from dpscope.runner.preflight import explain, require_measurable
+from dpscope.runner.planning import explain, require_measurable
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import Limits
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.configs import find_workload, workload_at
 from dpscope.workloads.workload import build_workload

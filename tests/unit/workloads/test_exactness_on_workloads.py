@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
 from dpscope.vocabulary.statuses import OK, SKIPPED
 from dpscope.workloads.configs import HuggingFaceConfig, make_config, parse_lora, with_lora, workload_at
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
 from dpscope.workloads.configs import (
     LoraSettings,
     config_from_dict,

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import run_oracle
-from dpscope.runner.assembly import assemble
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import assemble
 from dpscope.workloads.configs import make_config, parse_lora, with_lora
 from dpscope.workloads.workload import Workload, build_model, build_workload
 

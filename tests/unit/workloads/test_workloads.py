@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dpscope.workloads.built_in import SimpleBigModel
 from dpscope.workloads.configs import PRESETS, make_config
-from dpscope.workloads.data import get_random_dataloader
-from dpscope.workloads.transformer import SimpleBigModel
-from dpscope.workloads.workload import build_workload
+from dpscope.workloads.workload import build_workload, get_random_dataloader
 
 SMALL = make_config("tiny", num_layers=2, hidden_dim=16, num_heads=2, vocab_size=40, max_seq_len=16)
 

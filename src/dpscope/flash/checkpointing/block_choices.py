@@ -77,7 +77,8 @@ class BlockChoices:
         self._choices: dict[int, tuple[str, str]] = {}  # the last ones
         self._reached: set[int] = set()  # by backward, in this micro-batch
         self._leanest_to_come = 0
-        self._apart: dict[int, Any] = {}  # blocks whose parameters are used nowhere else, and their samples' shape
+        # Blocks whose parameters were used nowhere else when their samples had this shape.
+        self.apart: dict[int, Any] = {}
         self._across: set[int] = set()  # blocks of which a group of the clipping rule has only a part
         self._shared: dict[int, str] = {}  # blocks whose parameters are used elsewhere, too
         self._layers: set[tuple[int, str]] = set()
@@ -118,13 +119,6 @@ class BlockChoices:
         """Note that groups of the clipping rule have layers of this block and others: it is not summed from now on."""
         self._across.add(index)
         self._choices[index] = (IS_RECOMPUTED, "a group of the clipping rule has other layers, too")
-
-    def is_apart(self, index: int, shape: Any) -> bool:
-        """Return whether the block's parameters were used nowhere else when it had samples of that shape."""
-        return index in self._apart and self._apart[index] == shape
-
-    def note_apart(self, index: int, shape: Any) -> None:
-        self._apart[index] = shape
 
     def begin_micro_batch(self) -> None:
         self._reached.clear()

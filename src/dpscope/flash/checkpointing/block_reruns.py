@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.checkpointing.block_choices import BlockChoices
-from dpscope.flash.checkpointing.block_fingerprints import Left, different, project
-from dpscope.flash.checkpointing.recomputation import BlockInput, BlockPass, ForwardState
+from dpscope.flash.checkpointing.recomputation import BlockInput, BlockPass, ForwardState, Left, different, project
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.rehearsal_run import untouched
+from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.block_tails import Tail
@@ -60,7 +59,7 @@ class Reruns:
         self.passes = [each for each in passes if each not in clashing]
         self._summed = [each for each in self.passes if each.sums]
         for each in self._summed:
-            blocks.choices.note_apart(each.index, each.shape)
+            blocks.choices.apart[each.index] = each.shape
         self._clashing = _numbered(clashing)
         self._own = _numbered([each for each in self.passes if not each.sums])
         names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
@@ -112,8 +111,7 @@ class Reruns:
             parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
             left.clear()
             for batch in micro.sums_of_others(slots, parts, into):
-                found.parameters.extend(batch.parameters)
-                found.tensors.extend(batch.tensors)
+                found.extend(batch)
 
         with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
 
@@ -193,7 +191,9 @@ class BlockReruns:
             def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
                 with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
                     if each is not None and anchor is not None:
-                        tail = Tail(self._product_left_out(each))
+                        # The product to skip is known from an earlier run of the same shape with the same layers.
+                        form, number = self._left_out.get(each.index, (None, None))
+                        tail = Tail(number if form == _form(each) and each.index not in self._whole else None)
                         finished.append((each, tail, self._run_one(each, use, anchor, tail)))
 
             yield run
@@ -205,7 +205,7 @@ class BlockReruns:
         self._refuse_changes(passes[0])
         stack.callback(self._end)
         engine.path_rules.runs_again = engine.forwards.rerunning = True
-        stack.enter_context(engine.state.rehearsing(engine.groups.row_count(passes[0].batch_size)))
+        stack.enter_context(engine.state.expecting(engine.groups.row_count(passes[0].batch_size)))
         stack.enter_context(untouched(engine.model))
         return stack.enter_context(engine.anchor.renewed())
 
@@ -225,7 +225,11 @@ class BlockReruns:
             elif tail.left_out is None:
                 self._left_out[each.index] = (_form(each), tail.can_be_left_out)
         if refused:
-            self._refuse_other_gradients(refused[0])
+            raise UserError(
+                f"the checkpointed block {self.choices.name(refused[0].index)} gave its layers other gradients or "
+                "inputs when it was run again at the step: return all tensors that the loss uses from the block, or "
+                "leave memory_budget at None (docs/sharp-edges.md#block-that-does-not-repeat)"
+            )
 
     @torch.no_grad()
     def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
@@ -246,11 +250,6 @@ class BlockReruns:
         use(found)
         return projected
 
-    def _product_left_out(self, each: BlockPass) -> int | None:
-        """Return the product to skip, known from an earlier run of the same shape with the same trained layers."""
-        form, number = self._left_out.get(each.index, (None, None))
-        return number if form == _form(each) and each.index not in self._whole else None
-
     def _refuse_changes(self, each: BlockPass) -> None:
         modes_changed = any(module.training != training for module, training in self._modes)
         rounds_otherwise = self._rounding != self._rounding_now()
@@ -260,13 +259,6 @@ class BlockReruns:
                 f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
                 "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
-
-    def _refuse_other_gradients(self, each: BlockPass) -> None:
-        raise UserError(
-            f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients or inputs when it "
-            "was run again at the step: return all tensors that the loss uses from the block, or leave memory_budget "
-            "at None (docs/sharp-edges.md#block-that-does-not-repeat)"
-        )
 
 
 def _form(each: BlockPass) -> tuple[Any, ...]:

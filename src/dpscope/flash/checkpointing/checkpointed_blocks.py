@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,8 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.checkpointing.block_choices import BlockChoices
-from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.checkpointing.block_reruns import BlockReruns
-from dpscope.flash.checkpointing.recomputation import BlockPass, module_of
+from dpscope.flash.checkpointing.recomputation import BlockPass, Fingerprint, gradient_of, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import GroupedNorms
@@ -29,6 +29,7 @@ from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.checkpoint_calls import can_be_watched, watching
@@ -45,20 +46,18 @@ class BlockEngine(Engine, Protocol):
     def micro_batch(self, recorded: Recorded, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
+@dataclass(eq=False)
 class CheckpointedBlock:
     """One call of torch.utils.checkpoint.checkpoint in a forward pass; stands for the function that it was given."""
 
-    def __init__(
-        self, blocks: CheckpointedBlocks, index: int, function: Callable[..., Any], *, reentrant: bool
-    ) -> None:
-        self.blocks = blocks
-        self.index = index
-        self.function = function
-        self.reentrant = reentrant
-        self.places: list[int] = []
-        self.must_hold = False
-        self.open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
-        self.keeps = True  # its layers may keep per-sample gradients
+    blocks: CheckpointedBlocks
+    index: int
+    function: Callable[..., Any]
+    reentrant: bool
+    places: list[int] = field(default_factory=list)
+    must_hold: bool = False
+    open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
+    keeps: bool = True  # its layers may keep per-sample gradients
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.running():
@@ -75,14 +74,9 @@ class CheckpointedBlock:
     def running(self) -> Iterator[None]:
         """Treat layers that run inside the context as the block's."""
         engine = self.blocks.engine
-        rules = engine.path_rules
-        before, runs_again = engine.block, rules.runs_again
-        engine.block = self
-        rules.runs_again = self.open is not None or not self.keeps
-        try:
+        runs_again = self.open is not None or not self.keeps
+        with temporarily(engine, block=self), temporarily(engine.path_rules, runs_again=runs_again):
             yield
-        finally:
-            engine.block, rules.runs_again = before, runs_again
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -180,25 +174,24 @@ class CheckpointedBlocks:
         self.engine.path_rules.budget.begin_backward()
         samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)
         if self._has_groups and self.choices.sum_at_once(block.index):
-            apart = self.choices.is_apart(block.index, shape)
-            block.open = BlockPass(
-                block.index, block.function, block.places, grads, summed=True, keeps_boundary=not apart
-            )
-            self._begin_pass(block.open, before, shape)
+            apart = self.choices.apart.get(block.index) == shape
+            self._begin_pass(block, before, shape, grads, summed=True, keeps_boundary=not apart)
             return
         if self.choices.is_held(block.index, samples, shape, self._calls):
             block.keeps = self.choices.keeps(block.index, samples)
             return
-        block.open = BlockPass(block.index, block.function, block.places, grads)
-        block.open.is_measured = not self.choices.knows(block.index, samples, shape)
-        self._begin_pass(block.open, before, shape)
+        self._begin_pass(block, before, shape, grads).is_measured = not self.choices.knows(block.index, samples, shape)
 
-    def _begin_pass(self, each: BlockPass, before: BlockPass | None, shape: Any) -> None:
+    def _begin_pass(
+        self, block: CheckpointedBlock, before: BlockPass | None, shape: Any, grads: Any, **options: Any
+    ) -> BlockPass:
+        block.open = each = BlockPass(block.index, block.function, block.places, grads, **options)
         each.shape = shape
         if not self._passes:
             self.reruns.note_model()
         each.input = before.input if before is not None else None  # torch may run it once for several passes
         self._passes.append(each)
+        return each
 
     @property
     def _has_groups(self) -> bool:
@@ -266,21 +259,24 @@ class CheckpointedBlocks:
         slot, (part, *_) = next(iter(done.gathered.items()))
         device, samples = slot.parameter.device, part.batch_size
         del part
-        rules = self.engine.path_rules
         if done.is_measured:
             self.choices.note_cost(done, samples, self._shape(done.grads))
         self._hold_sums(done)
-        before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
-        try:
-            with no_autocast(device.type):
+        clip, rules = self.engine.clip, self.engine.path_rules
+        with self._norming(done):
+            norms = GroupedNorms(len(clip.bounds), samples, device)
+            for slot, contributions in done.gathered.items():
+                norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
+            done.close(norms.result())
+
+    @contextmanager
+    def _norming(self, done: BlockPass) -> Iterator[None]:
+        """Take the fingerprint of what the block's layers left; then let several uses take the path of the sum."""
+        rules = self.engine.path_rules
+        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(rules, runs_again=True):
+            if done.input is not None:
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
-                clip = self.engine.clip
-                norms = GroupedNorms(len(clip.bounds), samples, device)
-                for slot, contributions in done.gathered.items():
-                    norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
-                done.close(norms.result())
-        finally:
-            rules.runs_again = before
+            yield
 
     def _sum_now(self, done: BlockPass) -> bool:
         """Clip and sum what the block's layers left, unless their groups have other layers. Return if it is done."""
@@ -293,19 +289,11 @@ class CheckpointedBlocks:
         groups = sorted({engine.clip.group_of(slot.name) for slot in done.gathered})
         if not all(self._members[group] <= done.gathered.keys() for group in groups):
             return False
-        device = next(iter(done.gathered)).parameter.device.type
-        rules = engine.path_rules
-        before, rules.runs_again = rules.runs_again, True
-        try:
-            with no_autocast(device):
-                if done.input is not None:
-                    done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
-                micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
-                done.close(micro.squared, groups)
-                done.sums = list(micro.sums(into=None, factored=False))
-                done.sensitivity = engine.clip.sensitivity()
-        finally:
-            rules.runs_again = before
+        with self._norming(done):
+            micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
+            done.close(micro.squared, groups)
+            done.sums = list(micro.sums(into=None, factored=False))
+            done.sensitivity = engine.clip.sensitivity()
         return True
 
     @staticmethod
@@ -335,8 +323,7 @@ class CheckpointedBlocks:
         self.flush()
         passes, self._passes = self._passes, []
         for each in passes:
-            if (
-                not each.is_normed and not each.summed
-            ):  # no layer of it is trained: the next time its boundary need not be kept
+            # If no layer of it is trained, its boundary need not be kept the next time.
+            if each.norms is None and not each.summed:
                 self.choices.note_cost(each, self.engine.state.size_in_backward or 1, self._shape(each.grads))
-        return [each for each in passes if each.is_normed]
+        return [each for each in passes if each.norms is not None]

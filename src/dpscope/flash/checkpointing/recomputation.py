@@ -1,14 +1,20 @@
-"""One backward pass through a checkpointed block, from which the block can be run once more.
+"""One backward pass through a checkpointed block, from which the block can be run once more, and its fingerprint.
 
 It keeps the block's input, the gradients of its outputs, and every other state that a forward depends on (random
 numbers, autocast). Run again from there, every layer of the block sees the x and g that it saw in the backward pass:
 the same operations on the same values. So its gradients need not be held until the factors are known.
+
+Fingerprints check that. The contributions of the layers are projected on fixed signs, sample by sample
+(kernels/kept_gradients.py). A difference δ between two runs moves the projection by about ‖δ‖, in any direction;
+rounding moves it by about ε‖g‖. Norms are compared as well: rounding hardly changes them, and a common factor changes
+nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +23,105 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.gradients.contributions import Contribution, held
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.kernels.kept_gradients import projections
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.taps.block_tails import Tail
+from dpscope.flash.torch_side import dry_run
 from dpscope.random_states import RandomStates
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
+
+# How far a projection may move, of the norm of all gradients of the block. Where kernels repeat themselves it does not
+# move at all. Where they add in any order (attention's, on a GPU) elements round another way, and so does what follows
+# from them, until about half a unit of the last place differs everywhere: 3e-3 of the norm in bf16; this is six times
+# as much.
+REPEATED = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+REPEATED_TF32 = 5e-3
+NORM_IS_STEADIER = 4.0
+"""How much less a norm may move than a projection."""
+
+
+LEFT_SUMS, LEFT_GRADIENTS, LEFT_INPUTS = "sums over positions", "gradients of positions", "inputs"
+
+
+def project(left: Left) -> dict[str, Tensor]:
+    """Return projections and squares of each kind, (2, B). Inputs only if every layer has left something."""
+    found: dict[str, tuple[list[Tensor], list[int]]] = {}
+
+    def add(kind: str, tensor: Tensor, number: int) -> None:
+        values, numbers = found.setdefault(kind, ([], []))
+        values.append(tensor)
+        numbers.append(number)
+
+    complete = all(left.values())
+    for number, parts in enumerate(left.values()):
+        for part in parts:
+            add(LEFT_GRADIENTS if part.saved else LEFT_SUMS, gradient_of(part), number)
+            if complete and part.saved:
+                x = part.saved[0]
+                add(LEFT_INPUTS, x if x.is_floating_point() else x.double(), number)  # ids are numbers as good as any
+    return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
+
+
+class Fingerprint(NamedTuple):
+    """Fingerprint of a backward pass: the result of `project`, and the tolerance, relative to the norm of its kind.
+
+    Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own norm.
+    """
+
+    kinds: dict[str, Tensor]
+    tolerance: float
+
+    @classmethod
+    def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
+        """Return the fingerprint of a block that computes in `dtypes` and in those of its layers' contributions."""
+        tensors = [gradient_of(part) for parts in left.values() for part in parts]
+        dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
+        in_tf32 = torch.float32 in dtypes and operand_rounding(tensors[0].device) > 0.0
+        tolerance = max(REPEATED_TF32 if in_tf32 else 0.0, *(REPEATED.get(dtype, 0.0) for dtype in dtypes))
+        return cls(project(left), tolerance)
+
+
+def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]], finite: Tensor | None) -> list[bool]:
+    """Return True for each block whose rerun differs, for any sample with a share (any finite one, if unknown).
+
+    `again`: the result of `project` for each. All blocks are compared at once; the host waits for the device once.
+    """
+    if dry_run.current() is not None:
+        return [False] * len(before)
+    blocks, pairs = [], []
+    for block, (each, others) in enumerate(zip(before, again, strict=True)):
+        for kind, found in each.kinds.items():
+            other = others.get(kind)
+            # Of layers that left nothing, zeros: but their inputs may be any.
+            if other is not None or kind != LEFT_INPUTS:
+                blocks.append(block)
+                pairs.append((found, torch.zeros_like(found) if other is None else other))
+    first, second = (torch.stack(side) for side in zip(*pairs, strict=True))  # (blocks × kinds, 2, B)
+    tolerances = first.new_tensor([before[block].tolerance for block in blocks]).unsqueeze(1)
+    projected, norm = first[:, 0], first[:, 1].sqrt()
+    judged = projected.isfinite() & norm.isfinite()
+    if finite is not None:
+        judged &= finite
+    same = (projected - second[:, 0]).abs() <= tolerances * norm
+    same &= (norm - second[:, 1].sqrt()).abs() <= tolerances / NORM_IS_STEADIER * norm
+    moved = ~same & judged
+    differing = {block for block, row in zip(blocks, moved.any(1).tolist(), strict=True) if row}
+    return [block in differing for block in range(len(before))]
+
+
+def gradient_of(part: Contribution) -> Tensor:
+    """Return what a layer left of its gradient: that of positions, or per-sample gradients."""
+    return part.saved[-1] if part.saved else part.materialise()
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
 
 
 class ForwardState(NamedTuple):
@@ -71,6 +170,7 @@ class BlockInput(NamedTuple):
         return cls(leaves, spec, _versions(leaves), state, own_bytes)
 
 
+@dataclass(eq=False)
 class BlockPass:
     """One backward pass through a block whose layers' gradients are not held.
 
@@ -78,36 +178,30 @@ class BlockPass:
     then, it runs again only if it `keeps_boundary` and one of its parameters turns out to be used elsewhere, too.
     """
 
-    def __init__(
-        self,
-        index: int,
-        function: Callable[..., Any],
-        places: list[int],
-        grads: Any,
-        *,
-        summed: bool = False,
-        keeps_boundary: bool = True,
-    ) -> None:
-        self.summed, self.keeps_boundary = summed, keeps_boundary
-        self.index = index
-        self.function = function
-        self.module = module_of(function)
-        self.places = places  # of the outputs that have gradients, among the leaves of what the block gives back
-        self.grads: list[Tensor | None] = [None if g is None else held(g) for g in (grads if keeps_boundary else ())]
+    index: int
+    function: Callable[..., Any]
+    places: list[int]  # of the outputs that have gradients, among the leaves of what the block gives back
+    grads: Sequence[Tensor | None]
+    summed: bool = False
+    keeps_boundary: bool = True
+    input: BlockInput | None = None
+    is_open: bool = True  # until backward leaves the block
+    gathered: dict[Slot, list[Contribution]] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    norms: Tensor | None = None  # (G, B) squared, once they are taken
+    groups: Sequence[int] | None = None  # whose norms these are; None: all
+    shape: Any = None  # of its samples: see `BlockChoices.is_held`
+    sums: list[SumBatch] = field(default_factory=list)  # if it is summed
+    sensitivity: float = 0.0  # of these sums
+    fingerprint: Fingerprint | None = None
+    activations: int = 0  # bytes that its forward adds to what is live
+
+    def __post_init__(self) -> None:
+        self.module = module_of(self.function)
+        self.shapes = [None if grad is None else grad.shape[1:] for grad in self.grads]
+        self.grads = [None if grad is None else held(grad) for grad in (self.grads if self.keeps_boundary else ())]
         self.versions = _versions(self.grads)
-        self.shapes = [None if grad is None else grad.shape[1:] for grad in grads]
-        self.input: BlockInput | None = None
-        self.is_open = True  # until backward leaves the block
-        self.gathered: dict[Slot, list[Contribution]] = {}
-        self.slots: list[Slot] = []
-        self.norms: Tensor | None = None  # (G, B) squared, once they are taken
-        self.groups: Sequence[int] | None = None  # whose norms these are; None: all
-        self.shape: Any = None  # of its samples: see `BlockChoices.is_held`
-        self.sums: list[SumBatch] = []  # if it is summed
-        self.sensitivity = 0.0  # of these sums
-        self.fingerprint: Fingerprint | None = None
-        self.is_measured = not summed  # how much it takes is to be found
-        self.activations = 0  # bytes that its forward adds to what is live
+        self.is_measured = not self.summed  # how much it takes is to be found
 
     def close(self, norms: Tensor, groups: Sequence[int] | None = None) -> None:
         """Store the norms, of all groups or of some, and release the contributions of the layers."""
@@ -118,10 +212,6 @@ class BlockPass:
     def batch_size(self) -> int:
         assert self.norms is not None
         return self.norms.shape[1]
-
-    @property
-    def is_normed(self) -> bool:
-        return self.norms is not None
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -182,7 +182,8 @@ class PerLayer(ClipRule):
 
     def __init__(self, max_grad_norm: float | Sequence[float] = 1.0) -> None:
         self._given = max_grad_norm
-        self.bounds = [_bound(each) for each in _listed(max_grad_norm)]
+        given = [max_grad_norm] if isinstance(max_grad_norm, int | float) else max_grad_norm
+        self.bounds = [_bound(each) for each in given]
         self._groups: dict[str, int] = {}
 
     def bind(self, names: Sequence[str]) -> None:
@@ -352,7 +353,3 @@ def _bound(value: Any, name: str = "max_grad_norm") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
         raise UserError(f"{name} must be a finite number above 0, not {value!r}")
     return float(value)
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, int | float) else list(value)

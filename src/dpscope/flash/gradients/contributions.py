@@ -16,7 +16,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES, rows_are_aligned
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
+from dpscope.vocabulary.phases import allocates
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -150,27 +150,11 @@ class Contribution:
 
     def norms_squared(self) -> Tensor:
         """Return squared norms, (B,), without keeping per-sample gradients."""
-        raise NotImplementedError
-
-    def add_norm(self, norms: NormAdder) -> None:
-        """Add the squared norms to those of other parameters."""
-        norms.add(self.norms_squared())
+        return kept_norms_squared([self.materialise()])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         """Return Σ_b scale_b v_b, added into `out` if given. A sample with scale 0 is left out, even if it has NaN."""
-        raise NotImplementedError
-
-
-class NormAdder(Protocol):
-    """Sum of squared norms over parameters (norms.py), which takes some contributions many at a time."""
-
-    def add(self, norms_squared: Tensor) -> None: ...
-
-    def add_kept(self, part: Kept) -> None: ...
-
-    def add_product(self, part: Outer) -> None: ...
-
-    def add_lookup(self, part: Lookup) -> None: ...
+        return kept_sums([self.materialise()], scale, outs=[out])[0]
 
 
 class Kept(Contribution):
@@ -206,9 +190,6 @@ class Kept(Contribution):
     def launch_key(self) -> object:
         return Kept
 
-    def add_norm(self, norms: NormAdder) -> None:
-        norms.add_kept(self)
-
     def check_unchanged(self, name: str) -> None:
         if not self.owned and self.values._version != self.version:
             refuse_changed(name)
@@ -231,10 +212,7 @@ class Kept(Contribution):
 
     def norms_squared(self) -> Tensor:
         known = self.known_squares()
-        return kept_norms_squared([self.values]) if known is None else known.sum(1)
-
-    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return kept_sums([self.values], scale, outs=[out])[0]
+        return super().norms_squared() if known is None else known.sum(1)
 
 
 def kept_products(x: Tensor, g: Tensor) -> Kept:
@@ -281,12 +259,6 @@ class Summed(Contribution):
 
     def materialise(self) -> Tensor:
         return bias_sums(self.g)
-
-    def norms_squared(self) -> Tensor:
-        return kept_norms_squared([self.materialise()])
-
-    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return kept_sums([self.materialise()], scale, outs=[out])[0]
 
 
 def refuse_changed(name: str) -> NoReturn:
@@ -397,9 +369,6 @@ class Outer(Saved):
     def kept_product(self) -> Tensor | None:
         return self.materialise() if self.decision.path == KEEP else None
 
-    def add_norm(self, norms: NormAdder) -> None:
-        norms.add_product(self)
-
     def rank1_norms_squared(self) -> Tensor:
         """Return squared norms for T = 1: ||g xᵀ||² = ||x||²||g||²."""
         return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
@@ -483,9 +452,6 @@ class Lookup(Saved):
 
     def norms_squared(self) -> Tensor:
         return kept_norms_squared([self.added_up()[1]])
-
-    def add_norm(self, norms: NormAdder) -> None:
-        norms.add_lookup(self)
 
     def add_into(self, table: Tensor) -> None:
         """Add the samples' gradients to `table`: (B, rows, d), whose dtype they are rounded to."""

@@ -1,25 +1,30 @@
-"""Explanation of the paths: each parameter's as a row of a table, and modules that run sample by sample at a cost."""
+"""Explanation of the paths: each parameter's as a row of a table, perhaps timed, and modules run sample by sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.benchmark import Timer
 
-from dpscope.flash.gradients.contributions import Outer
-from dpscope.flash.gradients.path_timing import time_paths
-from dpscope.flash.gradients.paths import in_microseconds
+from dpscope.flash.gradients.contributions import Outer, kept_products, outer_sums
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Product, choose_path, in_microseconds
 from dpscope.flash.gradients.slots import Slot
-from dpscope.sentences import name_module
+from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.units import name_module
 
 # Share of the trainable parameters from which opaque modules are costly: below, the per-sample gradients that they keep
 # are a small part of a step's memory. Convolutions and recurrent layers cost time at any size: under vmap a convolution
 # becomes a grouped one, and a recurrent layer does without cuDNN. Measured in docs/flash.md.
 COSTLY_SHARE = 0.1
 SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
+SHORTEST_RUN = 0.05  # seconds that a path is repeated for, where it is timed
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,6 @@ class PathTable(Sequence[PathRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[PathRow]:
-        return iter(self.rows)
-
     def __str__(self) -> str:
         tables = [_aligned(PathRow, self.rows), *([_aligned(BlockRow, self.blocks)] if self.blocks else [])]
         return "\n\n".join([*tables, *([self.padding] if self.padding else [])])
@@ -118,15 +120,61 @@ def _in_words(seconds: float) -> str:
     return "out of memory" if math.isinf(seconds) else in_microseconds(seconds)
 
 
+def time_paths(x: Sequence[int], p: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Measure seconds of each path for x: (B, T, d) and g: (B, T, p); infinite if memory ran out."""
+    generator = torch.Generator(device).manual_seed(0)
+    taken: dict[str, float] = {}
+    try:
+        left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in (x, (*x[:2], p)))
+        calls = _calls(
+            Outer(left, right, choose_path(Product(x[0], x[1], x[2], p))),
+            torch.rand(x[0], generator=generator, device=device),
+        )
+    except torch.OutOfMemoryError:
+        return dict.fromkeys((GRAM, DIRECT, KEEP), math.inf)
+    for path, call in calls.items():
+        try:
+            call()  # compiled, if it is to be
+            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+            taken[path] = timer.blocked_autorange(min_run_time=SHORTEST_RUN).median
+        except torch.OutOfMemoryError:
+            taken[path] = math.inf
+    return taken
+
+
+def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the paths that are exact for the product, each from its operands to the clipped sum."""
+    x, g = product.x, product.g
+    scale = scale.to(torch.promote_types(torch.float32, g.dtype))
+    in_tf32 = g.dtype == torch.float32 and reads_tf32(g.device)
+
+    def keep() -> None:
+        kept = kept_products(x, g)
+        kept.norms_squared()
+        kept.clipped_sum(scale, None)
+
+    def gram() -> None:
+        taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if in_tf32 else product
+        gram_norms_squared([GramUnit(gs=(taken.g,), xs=(taken.x,), in_tf32=in_tf32)])
+        outer_sums([taken], scale, [None])
+
+    def direct() -> None:
+        product.norms_squared()
+        outer_sums([product], scale, [None])
+
+    def rank1() -> None:
+        product.rank1_norms_squared()
+        outer_sums([product], scale, [None])
+
+    return {**({RANK1: rank1} if x.shape[1] == 1 else {}), GRAM: gram, DIRECT: direct, KEEP: keep}
+
+
 @dataclass(frozen=True)
 class OpaqueUnit:
     """A module that runs sample by sample with all it contains, because it owns parameters and has no layer family."""
 
     name: str  # "" for the model itself
-    called: str  # its name and class, in sentences
-    kind: str
-    own: tuple[str, ...]  # the parameters that it owns itself
-    numbers: int  # trainable, all it contains together
+    module: nn.Module
     bytes_a_sample: int  # of the per-sample gradients that it keeps
     share: float  # of the model's trainable numbers
     slow: bool  # holds layers that vmap makes slow
@@ -138,7 +186,7 @@ def why_opaque(name: str, module: nn.Module, how: str) -> str:
     called = name_module(name, module)
     if _is_torchs(module):
         return f"{called} has no layer family; its per-sample gradients come from {how}"
-    own = ", ".join(key for key, parameter in module._parameters.items() if parameter is not None)
+    own = ", ".join(own_parameters(module))
     because = f"owns {own} itself" if own else "has parametrized weights"
     return f"{called} {because}, so all of it takes its per-sample gradients from {how}"
 
@@ -149,23 +197,11 @@ def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) ->
     found = []
     for name, module in units:
         live = [p for p in module.parameters() if p.requires_grad]
-        numbers = sum(p.numel() for p in live)
-        if not numbers:
-            continue
-        found.append(
-            OpaqueUnit(
-                name=name,
-                called=name_module(name, module),
-                kind=type(module).__name__,
-                own=tuple(key for key, p in module._parameters.items() if p is not None),
-                numbers=numbers,
-                bytes_a_sample=sum(p.numel() * p.element_size() for p in live),
-                share=numbers / total,
-                slow=any(isinstance(each, SLOW_UNDER_VMAP) for each in module.modules()),
-                instead=_instead(module),
-            )
-        )
-    return sorted(found, key=lambda unit: -unit.numbers)
+        if numbers := sum(p.numel() for p in live):
+            kept = sum(p.numel() * p.element_size() for p in live)
+            slow = any(isinstance(each, SLOW_UNDER_VMAP) for each in module.modules())
+            found.append(OpaqueUnit(name, module, kept, numbers / total, slow, _instead(module)))
+    return sorted(found, key=lambda unit: -unit.share)
 
 
 def costly_units(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
@@ -180,7 +216,7 @@ def _instead(module: nn.Module) -> str:
         return "write its projections as four nn.Linear around F.scaled_dot_product_attention"
     if _is_torchs(module):
         return ""
-    own = {key: p for key, p in module._parameters.items() if p is not None}
+    own = own_parameters(module)
     tables = {key: [n for n in p.shape if n > 1] for key, p in own.items()}
     table = next(((key, shape) for key, shape in tables.items() if len(shape) == 2), None)
     if not own:
@@ -189,6 +225,11 @@ def _instead(module: nn.Module) -> str:
     if table is None:
         return submodule
     return f"{submodule}, or, for positions, write self.{table[0]} = nn.Embedding({table[1][0]}, {table[1][1]})"
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a module owns itself, by name."""
+    return {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
 
 
 def _is_torchs(module: nn.Module) -> bool:

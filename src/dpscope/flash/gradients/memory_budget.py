@@ -75,30 +75,22 @@ class MemoryBudget:
         check_limit(limit)
         self.limit = limit
         self._parameters = parameters
-        self._read = read or (lambda: allocated_on(next(iter(parameters)).device) if parameters else None)
+        self.allocated = read or (lambda: allocated_on(next(iter(parameters)).device) if parameters else None)
         self._before_forward: Allocated | None = None
         self._first_layer: Allocated | None = None
         self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
         self._in_backward = False
-        self._above = 0  # how far forward and loss go above what is live at the first layer
+        self.above = 0  # how far forward and loss go above what is live at the first layer
         self.reserved = 0  # bytes that checkpointed blocks will take in this micro-batch, besides what is live
-
-    def allocated(self) -> Allocated | None:
-        return self._read()
 
     def begin_forward(self) -> None:
         """Begin a micro-batch's first forward pass."""
         self.close()
-        self._before_forward = self._read()
-
-    @property
-    def above(self) -> int:
-        """Memory of forward and loss above what is live at the first layer."""
-        return self._above
+        self._before_forward = self.allocated()
 
     def begin_again(self, above: int) -> None:
         """Begin the forward pass again, after passes that did not belong to the step."""
-        self._above = above
+        self.above = above
         self.begin_forward()
 
     def begin_backward(self) -> None:
@@ -106,10 +98,10 @@ class MemoryBudget:
         if self._in_backward:
             return
         self._in_backward = True
-        self._first_layer = now = self._read()
+        self._first_layer = now = self.allocated()
         before = self._before_forward
         if now is not None and before is not None and now.peak > before.peak:
-            self._above = max(self._above, now.peak - now.current)
+            self.above = max(self.above, now.peak - now.current)
 
     def close(self) -> None:
         """Close the micro-batch: its live memory does not describe the next."""
@@ -124,7 +116,7 @@ class MemoryBudget:
     def room(self) -> float | None:
         """Return the free bytes below the peak of ordinary training, or below the limit; None if not tracked."""
         ceiling = self.ceiling()
-        now = None if ceiling is None else self._read()
+        now = None if ceiling is None else self.allocated()
         return None if now is None or ceiling is None else ceiling - now.current
 
     def ceiling(self, activations: int = 0, gradients: int = 0) -> float | None:
@@ -136,14 +128,10 @@ class MemoryBudget:
             return None
         if self.limit is not None and not isinstance(self.limit, str):
             return float(self.limit)
-        if self._ceiling is None:
-            self._ceiling = self._ordinary_peak(activations, gradients)
+        if self._ceiling is None:  # the peak of ordinary training
+            self._ceiling = self._first_layer.current + max(self.above, activations)
+            if self._before_forward is not None:
+                missing = sum(local(p).nbytes for p in self._parameters if p.requires_grad and p.grad is None)
+                end = self._before_forward.current + missing + max(0, activations - gradients)
+                self._ceiling = max(self._ceiling, end)
         return self._ceiling
-
-    def _ordinary_peak(self, activations: int, gradients: int) -> float:
-        assert self._first_layer is not None
-        beginning = self._first_layer.current + max(self._above, activations)
-        if self._before_forward is None:
-            return beginning
-        missing = sum(local(p).nbytes for p in self._parameters if p.requires_grad and p.grad is None)
-        return max(beginning, self._before_forward.current + missing + max(0, activations - gradients))

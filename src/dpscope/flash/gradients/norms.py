@@ -6,8 +6,10 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +24,7 @@ from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_square
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
+from dpscope.flash.torch_side.captures import device_cache
 
 # Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
 # (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
@@ -33,6 +36,9 @@ LARGEST_NORM = 1e30
 # clips more.
 TIED_FLOOR = 2.0**-7
 TIED_FLOOR_FLOAT64 = 2.0**-30
+
+# Of small per-sample gradients that are normed together: elements a sample of one of them, and of all of them.
+MOST_EACH, MOST = 2**16, 2**24
 
 
 def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
@@ -83,7 +89,7 @@ class NormSum:
                 parts[index] = (part,)
                 self._share(part)
             elif len(of_one) == 1 and part.decision is None:  # as most are, of hundreds in a step
-                part.add_norm(self)
+                self.add_part(part)
             else:
                 parts[index] = self.add_parts(of_one)
 
@@ -91,41 +97,37 @@ class NormSum:
         """Count one parameter's contributions. Return what is kept of them from now on."""
         parts = as_summed(parts)
         if len(parts) == 1:
-            parts[0].add_norm(self)
+            self.add_part(parts[0])
             return parts
         lookup, outer = cast("tuple[Lookup, Outer]", parts)
         if outer.decision.path == DIRECT:
             self.add(tied_norms_squared(lookup, outer))
             return parts
         alone = NormSum(outer.batch_size, self.total.device)
-        lookup.add_norm(alone)
-        outer.add_norm(alone)
+        alone.add_part(lookup)
+        alone.add_part(outer)
         apart = alone.result()  # ‖A‖² + ‖B‖²
         floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
         self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
         return parts
 
-    def add_lookup(self, part: Lookup) -> None:
-        if part.decision.path == GRAM:
+    def add_part(self, part: Contribution) -> None:
+        """Count one contribution. Some wait, to be normed together with others."""
+        if isinstance(part, Kept):
+            squares = part.known_squares()
+            if squares is None:
+                self._kept.append(part.values)
+            else:
+                self._squares.append(squares)
+        elif isinstance(part, Lookup) and part.decision.path == GRAM:
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
+        elif isinstance(part, Outer) and (path := exact_path(part.decision.path, part.g)) != DIRECT:
+            if path == RANK1:
+                self.add(part.rank1_norms_squared())
+            else:
+                self._share(part)
         else:
             self.add(part.norms_squared())
-
-    def add_kept(self, part: Kept) -> None:
-        squares = part.known_squares()
-        if squares is None:
-            self._kept.append(part.values)
-        else:
-            self._squares.append(squares)
-
-    def add_product(self, part: Outer) -> None:
-        path = exact_path(part.decision.path, part.g)
-        if path == RANK1:
-            self.add(part.rank1_norms_squared())
-        elif path == DIRECT:
-            self.add(part.norms_squared())
-        else:
-            self._share(part)
 
     def _is_truncated(self, part: Outer) -> bool:
         """Return True if the product is truncated to TF32, so that a Gram norm is exact for it."""
@@ -177,8 +179,8 @@ class GroupedNorms:
     """Squared norms of G groups of parameters, each added up by itself: (G, B)."""
 
     def __init__(self, groups: int, batch: int, device: torch.device) -> None:
-        self._groups, self._batch, self._device = groups, batch, device
-        self._sums: dict[int, NormSum] = {}  # of groups that occur
+        self._groups, self._alone = groups, partial(NormSum, batch, device)
+        self._sums: defaultdict[int, NormSum] = defaultdict(self._alone)  # of groups that occur
         self._added: list[Tensor] = []
         self._rows: dict[int, Tensor] = {}
 
@@ -195,24 +197,19 @@ class GroupedNorms:
         before = self._rows.get(group)
         self._rows[group] = norms_squared if before is None else before + norms_squared
 
-    def _of(self, group: int) -> NormSum:
-        if group not in self._sums:
-            self._sums[group] = NormSum(self._batch, self._device)
-        return self._sums[group]
-
     def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Count one parameter's contributions; return what takes their place from now on."""
-        return self._of(group).add_parts(parts)
+        return self._sums[group].add_parts(parts)
 
     def add_all(self, parts: list[tuple[Contribution, ...]], groups: list[int]) -> None:
         """Count the contributions of every parameter, given its group, and put what is kept in their place."""
         if self._groups == 1:
-            self._of(0).add_all(parts)
+            self._sums[0].add_all(parts)
             return
         for group in dict.fromkeys(groups):
             places = [at for at, number in enumerate(groups) if number == group]
             chosen = [parts[at] for at in places]
-            self._of(group).add_all(chosen)
+            self._sums[group].add_all(chosen)
             for at, of_one in zip(places, chosen, strict=True):
                 parts[at] = of_one
 
@@ -226,19 +223,54 @@ class GroupedNorms:
         for group, each in self._sums.items():
             if not each.is_empty:
                 self.add_row(group, each.result())
-        if not self._rows:
-            self._rows[0] = NormSum(self._batch, self._device).total
-        total = in_groups(self._rows, self._groups)
+        if len(self._rows) < self._groups:
+            self._rows = {**dict.fromkeys(range(self._groups), self._alone().total), **self._rows}
+        total = torch.stack([self._rows[group] for group in range(self._groups)])
         for squared in self._added:
             total += squared.to(total)
         return total
 
 
-def in_groups(rows: Mapping[int, Tensor], groups: int) -> Tensor:
-    """Return (G, B) from the rows of some groups: those of the others are zero."""
-    if len(rows) < groups:
-        rows = {**dict.fromkeys(range(groups), torch.zeros_like(next(iter(rows.values())))), **rows}
-    return torch.stack([rows[group] for group in range(groups)])
+class GroupedKept:
+    """Small per-sample gradients (biases, norm layers) under a rule with many groups: normed and summed all at once.
+
+    Each has factors of its own, so kernels that take one factor for each sample would be launched once for each of
+    them. Beside the products of a model they are little: here they lie beside one another in float64, (B, N).
+
+    values: (B, *shape) of each parameter
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._shapes = [each.shape[1:] for each in values]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self._dtypes = [torch.promote_types(each.dtype, torch.float32) for each in values]
+        dtype = torch.float32 if values[0].device.type == "mps" else torch.float64  # which MPS has not
+        self._values = torch.cat([each.flatten(1) for each in values], 1).to(dtype)
+
+    def squares(self) -> list[Tensor]:
+        """Return the squared norms of each, (B,)."""
+        return [part.sum(1) for part in torch.split(self._values.square(), self._sizes, 1)]
+
+    def sums(self, scales: Tensor, groups: Sequence[int]) -> list[Tensor]:
+        """Return Σ_b scales[groups[i], b] v_b of each, given `scales`: (G, B)."""
+        owners = _owners(tuple(self._sizes), tuple(groups), self._values.device)
+        factors = scales.to(self._values.dtype).mT.index_select(1, owners)
+        total = torch.where(factors != 0, self._values * factors, 0.0).sum(0)
+        if len(set(self._dtypes)) == 1:
+            total = total.to(self._dtypes[0])
+        parts = zip(torch.split(total, self._sizes), self._shapes, self._dtypes, strict=True)
+        return [part.view(shape).to(dtype) for part, shape, dtype in parts]
+
+
+def is_small(values: Tensor) -> bool:
+    """Return True if per-sample gradients are small enough to be put beside others."""
+    return len(values) > 0 and 0 < values[0].numel() <= MOST_EACH
+
+
+@device_cache(maxsize=256)
+def _owners(sizes: tuple[int, ...], groups: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return, for each of the elements that lie beside one another, the group of its tensor."""
+    return torch.repeat_interleave(torch.tensor(groups), torch.tensor(sizes)).to(device)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,23 @@
-"""Slots, one for each trainable parameter: they collect contributions until the micro-batch closes."""
+"""Slots, one for each trainable parameter: they collect contributions until the micro-batch closes.
+
+Hooks on parameters (`p.register_hook`, `p.register_post_accumulate_grad_hook`) are called with the ordinary gradient,
+which flash clipping never computes. A hook that scales, masks or logs it would silently not run, so hooks are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import Decision
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.shards import is_sharded
 
 NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
@@ -41,7 +48,9 @@ class Slot:
             held.append(contribution)
 
     def stands_for(self, parameter: nn.Parameter | None) -> bool:
-        """Return True if `parameter` is this slot's own, or the whole one of which that is a shard."""
+        """Return True if `parameter` is this slot's own, the whole one of which that is a shard, or made up for it."""
+        if getattr(parameter, "is_made_up", False):
+            return True
         if self.whole is None and self._is_whole(parameter):
             self.whole = parameter
         return parameter is not None and (parameter is self.parameter or parameter is self.whole)
@@ -59,3 +68,29 @@ class Slot:
         """Return the contributions and remove them from this slot."""
         taken, self.contributions = self.contributions, []
         return taken
+
+
+class OwnGradients:
+    """Gradients of parameters that the engine asks autograd for itself: hooks on parameters see them, too."""
+
+    are_taken = False  # not by thread: autograd calls hooks in threads of its own
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        with temporarily(self, are_taken=True):
+            yield
+
+
+OWN_GRADIENTS = OwnGradients()
+
+
+def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:
+    """Raise UserError if a parameter has a hook. `guards`: how many are the engine's own."""
+    for slot in slots:
+        parameter = slot.parameter
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        if hooks > guards:
+            raise UserError(
+                f"{slot.name} has a gradient hook, which flash clipping would never call because it makes no ordinary "
+                "gradient: remove the hook, and change the private gradient before the optimizer's update instead"
+            )

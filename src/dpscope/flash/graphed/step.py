@@ -8,30 +8,228 @@ count are written to device memory before each replay, which uses them up (updat
 Micro-batches of a larger step add up in graphs that end with the clipped sums; the update follows the last of them. So
 it does for optimizers without a fused update, and for clipping rules that learn from the norms.
 
-Passes that are due for verification (sample_rows/schedule.py) and empty draws run eagerly in between.
+Passes that are due for verification (sample_rows/schedule.py) and empty draws run eagerly in between. A graph is thrown
+away when something changes that it has fixed (`Settings`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
 from dpscope.flash.combinations import GRAPHED_BLOCKS, GRAPHED_RANKS, GRAPHED_SCALER
-from dpscope.flash.graphed.captured_step import CapturedStep
-from dpscope.flash.graphed.settings import device_of
+from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.flash.padding.rows import Rows, rows_in, without_marks
-from dpscope.flash.sample_rows.rehearsed_calls import NotVerified
-from dpscope.flash.torch_side.arguments import leaves_in, rows_of, sizes_of, tensors_in
-from dpscope.flash.torch_side.captures import has_graphs
-from dpscope.random_states import cuda_devices, random_states_kept
+from dpscope.flash.padding.rows import Rows, mark_batch, rows_in, without_marks
+from dpscope.flash.sample_rows.verification import NotVerified
+from dpscope.flash.step.microbatch import StaticInputs
+from dpscope.flash.torch_side.arguments import leaves_in, replace_leaves, rows_of, sizes_of, tensors_in
+from dpscope.flash.torch_side.captures import OwnCapture, capturing, has_graphs, record
+from dpscope.random_states import RandomStates, cuda_devices, random_states_kept
+
+CONTENTS = (
+    *("_modules", "_parameters", "_buffers"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+)
+"""Dictionaries of a module whose contents a forward and a backward pass depend on."""
+GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in CONTENTS if name.endswith("hooks")]
+
+
+def device_of(engine: FlashEngine) -> torch.device:
+    return next(iter(engine.parameters)).device
+
+
+class Settings(NamedTuple):
+    """Everything that a graph has fixed and that may change: objects, and what is made anew whenever it is read."""
+
+    objects: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, optimizer: DPFlashOptimizer, loss: Callable[..., Tensor]) -> Settings:
+        engine = optimizer.engine
+        kind = device_of(engine).type
+        held = [vars(module) for module in engine.modules]
+        inside = [own[name] for own in held for name in CONTENTS]
+        objects = [
+            *chain.from_iterable(map(dict.values, chain(held, inside, GLOBAL_HOOKS))),
+            *(parameter.requires_grad for parameter in engine.parameters),
+            *engine.verification.options.values(),  # of objects that modules hold, too
+            *held_by(loss, {id(module) for module in engine.modules}),
+            *(value for name, value in vars(engine.clip).items() if name != "bounds"),  # which replays are given
+            engine.clip,
+            engine.loss_reduction,
+            engine.loss_scale,
+            engine.taps,
+            optimizer.noise_multiplier == 0,
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            torch.backends.cudnn.allow_tf32,
+            torch.are_deterministic_algorithms_enabled(),
+        ]
+        buffers = (buffer for own in held for buffer in own["_buffers"].values() if buffer is not None)
+        addresses = map(Tensor.data_ptr, chain(engine.parameters, buffers))
+        return cls(objects, [len(engine.taps), torch.get_float32_matmul_precision(), *addresses])
+
+    def is_same(self, other: Settings) -> bool:
+        if self.values != other.values or len(self.objects) != len(other.objects):
+            return False
+        return all(map(is_, self.objects, other.objects)) or all(map(_is_same, self.objects, other.objects))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in (int, float, bool, str, MethodType) and a == b)
+
+
+def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield what a loss function reads besides its arguments: closure variables, globals, defaults, attributes.
+
+    Functions, modules and objects among these are searched too, unless they are `known`. Of objects, only the
+    attributes in `names` are searched. Contents of lists, dictionaries and library functions are not searched.
+    """
+    if id(value) in known:
+        return
+    known.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        names = _names_in(value.__func__)
+        parts = [value.__self__, value.__func__]
+    elif isinstance(value, nn.Module):
+        own = vars(value)
+        parts = [*own.values(), *(part for name in CONTENTS for part in own[name].values())]
+    elif _is_own(value) and isinstance(value, FunctionType):
+        names = _names_in(value)
+        around = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        parts = [*around, *(value.__globals__.get(name) for name in names), *defaults]
+    elif _is_own(value) and not isinstance(value, (type, ModuleType, Tensor)) and hasattr(value, "__dict__"):
+        parts = [vars(value)[name] for name in names if name in vars(value)]
+    yield from parts
+    for part in parts:
+        yield from held_by(part, known, names)
+
+
+def _names_in(function: Any) -> Sequence[str]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether a function or an object is the user's, not a library's."""
+    where = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return not (where or "").startswith(("torch", "builtins", "dpscope", "transformers", "numpy"))
+
+
+Loss = Callable[..., Tensor]  # of a batch
+
+
+class CapturedStep:
+    """A graph, the tensors that it reads and those that it fills.
+
+    call   (args, kwargs) of the loss, without marks of padding; its tensors are copied for each replay
+    base   the captured micro-batch to whose sums this one is added; None if it begins the sums
+    whole  whether the micro-batch is a step: then noise and update are in the graph, if the optimizer lets them
+    """
+
+    def __init__(
+        self,
+        optimizer: DPFlashOptimizer,
+        loss: Loss,
+        call: tuple[Any, Any],
+        size: int,
+        rows: Rows | None,
+        *,
+        base: CapturedStep | None,
+        whole: bool,
+        pool: Any,
+    ) -> None:
+        self.optimizer, self.engine = optimizer, (engine := optimizer.engine)
+        self.size, self.base = size, base
+        self.update = optimizer.make_captured_update() if whole else None
+        self._call = replace_leaves(call, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+        self._static = StaticInputs(engine.clip, size, device_of(engine))
+        self._own = OwnCapture(device_of(engine))
+        options = engine.verification.options
+        before, random_states = options.values(), RandomStates.now()
+        with capturing(self._own), engine.capturing(self._static):
+            try:
+                self._replay, self._loss = record(lambda: self._run(loss, rows), pool)
+            except NotVerified:
+                raise
+            except UserError as refusal:
+                raise _not_captured(str(refusal)) from refusal
+            except RuntimeError as error:
+                raise _not_captured(str(error).partition("\n")[0]) from error
+            self._batch = engine.captured()
+        if (changed := options.changed_since(before)) is not None:
+            raise _not_captured(f"forward changes {changed!r}, which would stay as it is in replays")
+        if not random_states.equals(RandomStates.now()):
+            raise _not_captured("forward or loss draws random numbers on the CPU, which replays would repeat")
+        self._loss_function, self._before = loss, Settings.of(optimizer, loss)
+
+    def _run(self, loss: Loss, rows: Rows | None) -> Tensor:
+        args, kwargs = self._call if rows is None else mark_batch(self._call, rows)
+        found = loss(*args, **kwargs)
+        found.backward()  # type: ignore[no-untyped-call]
+        if self.update is None:
+            self.engine.accumulate()
+        else:
+            self.optimizer.capture_update(self.update)
+        return found.detach()
+
+    def fits(self) -> bool:
+        """Return whether the model, the optimizer and their settings are those of the capture."""
+        now = Settings.of(self.optimizer, self._loss_function)
+        return now.is_same(self._before) and (self.update is None or self.update.fits())
+
+    def replay(self, call: tuple[Any, Any], rows: Rows | None) -> Tensor:
+        """Run the graph on another batch of the same shapes, and the step if it is whole; return its loss."""
+        with torch.no_grad():
+            for static, given in zip(tensors_in(self._call), tensors_in(call), strict=True):
+                static.copy_(given, non_blocking=True)
+            self._static.fill(self.size if rows is None else rows.real)
+            self.engine.count_replay(self.size, rows)
+            if self.update is None:
+                self._replay()
+            else:
+                self.optimizer.replay_update(self.update, self._replay)
+            self.engine.take_replayed(self._batch, self.size, rows)
+            return self._loss.clone()
+
+    def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
+        """Return whether the sum is the one that this graph fills."""
+        return self._batch.sums.get(parameter) is total
+
+
+def _not_captured(reason: str) -> UserError:
+    return UserError(
+        f"the step cannot be captured in a CUDA graph ({reason}). Take waits for the device (.item(), print, "
+        "if tensor:) and copies from the CPU out of the loss, or train with the ordinary loop"
+    )
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
 
 WARMUP = 2
 """Eager steps of each shape before it is captured."""
@@ -85,7 +283,7 @@ class GraphedStep:
             try:
                 self._captured[key] = self._capture(plain, size, rows, base, whole)
             except NotVerified:
-                engine.rehearsals.schedule.begin_again()
+                engine.verification.schedule.begin_again()
                 return None, rows, plain
         return self._captured[key], rows, plain
 

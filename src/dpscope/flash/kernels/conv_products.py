@@ -31,10 +31,9 @@ Served: bfloat16, float16 and float32, one or two spatial dimensions. For anythi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,27 +42,27 @@ from torch import Tensor
 
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.kernels.triton_runtime import (
-    INTERPRETED,
+    TRITON_DTYPES,
     Backend,
     constant,
     device_index,
     dot,
+    has_triton,
     jit,
     launch_on,
     tl,
-    triton,
     use_triton,
 )
 from dpscope.flash.torch_side import dry_run
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.families import GEMM
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
+
+DIRECT_CALLS = (3, 6)
+"""The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
 
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
 
-_SERVED = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
 _LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
 _SHRINK, _GROW = constant(2.0**-75), constant(2.0**100)
@@ -215,7 +214,7 @@ def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = 
     """Return True if the kernels take this convolution."""
     served = (
         len(geometry.kernel) <= 2
-        and g.dtype in _SERVED
+        and g.dtype in TRITON_DTYPES
         and x.dtype == g.dtype
         and x.device == g.device
         and 0 < x.numel() < 2**30 * len(x)  # places in a sample are 32-bit numbers
@@ -272,7 +271,7 @@ def _launch(
     plan, device = product.plan, product.g.device
     constants = tuple(plan.constants.values())
     key: tuple[Any, ...] | None = None
-    if _calls_directly() and device.type == "cuda" and dry_run.current() is None:
+    if has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None:
         there = [each for each in operands if each is not None]
         if not any(each.data_ptr() % 16 for each in there):
             dtypes = (None if each is None else each.dtype for each in operands)
@@ -285,13 +284,6 @@ def _launch(
         compiled = kernel[(programs,)](*arguments, *plan.arguments, **plan.constants)
         if key is not None:
             _compiled[key] = compiled
-
-
-@cache
-def _calls_directly() -> bool:
-    """Return True if compiled kernels take the arguments of their launchers: from Triton 3.6 on, as they were tried."""
-    version = "0" if triton is None or INTERPRETED else triton.__version__
-    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 6)
 
 
 def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: list[Tensor]) -> None:

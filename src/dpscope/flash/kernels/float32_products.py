@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import capability, device_index
+from dpscope.flash.torch_side.attributes import temporarily
 
 ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 
@@ -52,6 +53,12 @@ def cudnn_in_tf32(device: torch.device, operator: str) -> bool:
     return torch.backends.cudnn.allow_tf32 if chosen is None else chosen == "tf32"
 
 
+def convolves_unrounded() -> bool:
+    """Return True if convolutions and matrix products on a CPU leave float32 operands as they are."""
+    chosen = getattr(getattr(torch.backends.mkldnn, "conv", None), "fp32_precision", None)
+    return chosen not in ROUNDING and not operand_rounding(torch.device("cpu"))
+
+
 @contextmanager
 def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
     """Round operands of float32 matrix products inside the block if cuDNN's `operator` rounds its own."""
@@ -60,12 +67,8 @@ def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
         return
     matmul: Any = torch.backends.cuda.matmul
     option, rounded = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(matmul, option)
-    setattr(matmul, option, rounded)
-    try:
+    with temporarily(matmul, **{option: rounded}):
         yield
-    finally:
-        setattr(matmul, option, before)
 
 
 def truncated_to_tf32(tensor: Tensor) -> Tensor:

@@ -43,7 +43,6 @@ from torch import Tensor
 from dpscope.flash.kernels.kept_gradients import checked_factors, samples_at_once, sum_of_samples, sums_by_torch
 from dpscope.flash.kernels.noise import HostStream, chunks, normal_block
 from dpscope.flash.kernels.tensor_lists import (
-    ListLaunch,
     chunk_size,
     find_tensor,
     list_launches,
@@ -53,9 +52,8 @@ from dpscope.flash.kernels.tensor_lists import (
     read_words,
     size_at,
 )
-from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.vocabulary.families import OPTIMIZER_FAMILY
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
+from dpscope.vocabulary.phases import OPTIMIZER_FAMILY, Launch, announce
 
 
 def sgd_numbers(
@@ -104,59 +102,20 @@ def fused_sgd_(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    maximize: bool = False,
     first_step: bool = False,
-    factors: Tensor | None = None,
-    grad_scale: float = 1.0,
-    noise_std: float = 0.0,
-    seed: int = 0,
-    offset: int = 0,
-    starts: Sequence[int] | None = None,
-    row: Tensor | None = None,
-    backend: Backend = "auto",
+    **how: Any,
 ) -> None:
-    """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place.
+    """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place. `how`: see `_update`.
 
-    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
-    (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
-    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
     """
     if bool(momentum) != bool(momentum_buffers):
         raise ValueError("momentum_buffers go with momentum: give one buffer a parameter, or neither")
-    numbers = sgd_numbers(
-        noise_std=noise_std,
-        grad_scale=grad_scale,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-    )
-
-    def launch(listed: ListLaunch, factors: Tensor | None) -> None:
-        dtypes = listed.dtypes
-        _sgd_kernel[(listed.programs,)](
-            *listed.arguments,
-            factors,
-            1 if factors is None else len(factors),
-            P_DTYPE=dtypes[0],
-            S_DTYPE=dtypes[1],
-            B_DTYPE=dtypes[2] if momentum else None,
-            NOISE=noise_std != 0.0,
-            MOMENTUM=momentum != 0.0,
-            FIRST=first_step,
-            NESTEROV=nesterov,
-            MAXIMIZE=maximize,
-            AT_ONCE=samples_at_once(factors),
-            ALIGNED=listed.aligned,
-            **listed.cut,
-            num_warps=8,
-        )
 
     def fallback(numbers: Sequence[float], grad: Tensor, param: Tensor, *state: Tensor) -> None:
         lr, momentum, undamped, weight_decay = numbers
         values = param.to(grad.dtype)
-        grad = (-grad if maximize else grad).add(values, alpha=weight_decay)
+        grad = grad.add(values, alpha=weight_decay)
         if state:
             (buffer,) = state
             moved = grad if first_step else buffer.to(grad.dtype) * momentum + grad * undamped
@@ -164,8 +123,10 @@ def fused_sgd_(
             grad = grad + momentum * moved if nesterov else moved
         param.copy_(values.sub(grad, alpha=lr))
 
+    numbers = partial(sgd_numbers, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(_sgd_kernel, columns, launch, fallback, factors, numbers, (seed, offset), starts, row, backend)
+    constants = {"MOMENTUM": momentum != 0.0, "FIRST": first_step, "NESTEROV": nesterov}
+    _update(_sgd_kernel, "PSB", columns, numbers, fallback, constants, **how)
 
 
 def fused_adam_(
@@ -182,65 +143,22 @@ def fused_adam_(
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
-    maximize: bool = False,
     floor: float | None = None,
-    factors: Tensor | None = None,
-    grad_scale: float = 1.0,
-    noise_std: float = 0.0,
-    seed: int = 0,
-    offset: int = 0,
-    starts: Sequence[int] | None = None,
-    row: Tensor | None = None,
-    backend: Backend = "auto",
+    **how: Any,
 ) -> None:
     """Apply torch.optim.Adam, or AdamW if decoupled_weight_decay, to grad = (sum + noise)·grad_scale, in place.
 
-    floor: of DP-AdamBC's corrected v̂; None is Adam itself.
-
-    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
-    `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
-    (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
-    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
+    `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`. floor: of DP-AdamBC's
+    corrected v̂; None is Adam itself. `how`: see `_update`.
     """
     if amsgrad != bool(max_exp_avg_sqs):
         raise ValueError("max_exp_avg_sqs go with amsgrad: give one tensor a parameter, or neither")
-    numbers = adam_numbers(
-        noise_std=noise_std,
-        grad_scale=grad_scale,
-        step=step,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        floor=floor,
-    )
-
-    def launch(listed: ListLaunch, factors: Tensor | None) -> None:
-        dtypes = listed.dtypes
-        _adam_kernel[(listed.programs,)](
-            *listed.arguments,
-            factors,
-            1 if factors is None else len(factors),
-            P_DTYPE=dtypes[0],
-            S_DTYPE=dtypes[1],
-            M_DTYPE=dtypes[2],
-            V_DTYPE=dtypes[3],
-            NOISE=noise_std != 0.0,
-            AMSGRAD=amsgrad,
-            CORRECTED=floor is not None,
-            MAXIMIZE=maximize,
-            AT_ONCE=samples_at_once(factors),
-            ALIGNED=listed.aligned,
-            **listed.cut,
-            num_warps=8,
-        )
 
     def fallback(numbers: Sequence[float], grad: Tensor, param: Tensor, *state: Tensor) -> None:
         step_size, root_correction, weight1, beta2, weight2, eps, shrink, coupled, *unbiased = numbers
         exp_avg, exp_avg_sq, *maximum = state
         values = param.to(grad.dtype) * shrink
-        grad = (-grad if maximize else grad).add(param.to(grad.dtype), alpha=coupled)
+        grad = grad.add(param.to(grad.dtype), alpha=coupled)
         first = torch.lerp(exp_avg.to(grad.dtype), grad, weight1)
         second = (exp_avg_sq.to(grad.dtype) * beta2).addcmul_(grad, grad, value=weight2)
         exp_avg.copy_(first)
@@ -254,44 +172,76 @@ def fused_adam_(
             denominator = (second.sqrt() / root_correction).add_(eps)
         param.copy_(values.addcdiv_(first, denominator, value=-step_size))
 
+    numbers = partial(
+        adam_numbers,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        floor=floor,
+    )
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(_adam_kernel, columns, launch, fallback, factors, numbers, (seed, offset), starts, row, backend)
+    constants = {"AMSGRAD": amsgrad, "CORRECTED": floor is not None}
+    _update(_adam_kernel, "PSMV", columns, numbers, fallback, constants, **how)
 
 
 def _update(
     kernel: Any,
+    typed: str,
     columns: Sequence[Sequence[Tensor]],
-    launch: Callable[[ListLaunch, Tensor | None], None],
+    numbers_of: Callable[..., list[float]],
     fallback: Callable[..., None],
-    factors: Tensor | None,
-    numbers: Sequence[float],
-    key: tuple[int, int],
-    starts: Sequence[int] | None,
-    row: Tensor | None,
-    backend: Backend,
+    constants: dict[str, bool],
+    *,
+    factors: Tensor | None = None,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    noise_std: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    starts: Sequence[int] | None = None,
+    row: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> None:
-    """Hand each parameter to the kernel or to the fallback."""
+    """Hand each parameter to the kernel or to the fallback. `typed`: columns whose dtypes the kernel is compiled for.
+
+    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
+    (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
+    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
+    """
     if factors is not None:
         factors = checked_factors(factors, columns[1])
         columns = [columns[0], list(map(Tensor.contiguous, columns[1])), *columns[2:]]
     params, sums, *states = columns
+    numbers = numbers_of(noise_std=noise_std, grad_scale=grad_scale)
     starts = noise_starts(params) if starts is None else starts
     stacked, samples = (None, 1) if factors is None else (1, len(factors))
     launches, left = list_launches(
-        columns, starts, *key, backend, numbers=numbers, row=row, stacked=stacked, samples=samples
+        columns, starts, seed, offset, backend, numbers=numbers, row=row, stacked=stacked, samples=samples
     )
-    for listed in launches:
-        with launch_on(listed.device):
-            launch(listed, factors)
+    for launch in launches:
+        dtypes = zip(typed, [*launch.dtypes, None], strict=False)  # None: without momentum
+        launch.run(
+            kernel,
+            factors,
+            samples,
+            **{f"{column}_DTYPE": dtype for column, dtype in dtypes},
+            **constants,
+            NOISE=noise_std != 0.0,
+            MAXIMIZE=maximize,
+            AT_ONCE=samples_at_once(factors),
+        )
         # Autograd cannot see that a kernel wrote to them.
-        torch.autograd.graph.increment_version([params[i] for i in listed.members])
-        announce(partial(_described, kernel.__name__, columns, factors, listed.members))
+        torch.autograd.graph.increment_version([params[i] for i in launch.members])
+        announce(partial(_described, kernel.__name__, columns, factors, launch.members))
     if not left:
         return
     if row is not None:
-        key, numbers = read_words(row)
+        (seed, offset), numbers = read_words(row)
     noise_std, grad_scale, *numbers = numbers
-    stream = HostStream(*key, [(starts[i], params[i].numel()) for i in left], backend)
+    stream = HostStream(seed, offset, [(starts[i], params[i].numel()) for i in left], backend)
     for i in sorted(left, key=starts.__getitem__):
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
@@ -302,7 +252,8 @@ def _update(
             for part, number in chunks(grad, starts[i]):
                 part.add_(stream.normals(number, part), alpha=noise_std)
         with torch.no_grad():
-            fallback(numbers, grad.mul_(grad_scale), param, *(state[i] for state in states))
+            grad.mul_(-grad_scale if maximize else grad_scale)
+            fallback(numbers, grad, param, *(state[i] for state in states))
 
 
 def _described(

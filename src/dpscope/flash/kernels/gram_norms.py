@@ -49,9 +49,15 @@ from torch import Tensor
 
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE, SMALL, UNDERFLOW
-from dpscope.flash.kernels.gram_launches import launch_gram
-from dpscope.flash.kernels.gram_tiles import GramTiles, is_worth_aligning
-from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
+from dpscope.flash.kernels.gram_units import (
+    GramTiles,
+    GramUnit,
+    KindPlan,
+    UnitKind,
+    is_worth_aligning,
+    launch_gram,
+    plan_units,
+)
 from dpscope.flash.kernels.triton_runtime import CHUNK_BYTES, Backend, rows_are_aligned, use_triton, with_aligned_rows
 from dpscope.flash.torch_side import dry_run
 

@@ -1,12 +1,16 @@
-"""Units of Gram norms: weights with what their per-sample gradients are made of, and the plan of their launches.
+"""Units of Gram norms: weights with what their per-sample gradients are made of, and the launches of their kernels.
 
 A plan is a pure function of what the host sees of the units' tensors: shapes, strides, dtypes, and the last bits of
-their pointers. Steps of equal units share it; a step fills in its pointers.
+their pointers. Steps of equal units share it; a step fills in its pointers. Units of one kind share a launch.
 """
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,7 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
+from dpscope.flash.kernels.gram_kernels import _gram_finish_kernel, _gram_ids_kernel, _gram_kernel
+from dpscope.flash.kernels.triton_runtime import (
+    INTERPRETED,
+    TRITON_DTYPES,
+    is_hopper,
+    launch_on,
+    provide_scratch,
+    table_on,
+)
+from dpscope.flash.torch_side.captures import device_cache
+from dpscope.vocabulary.phases import CLIPPING, Launch, announce
 
 
 class GramUnit(NamedTuple):
@@ -149,3 +163,145 @@ def _rows_of_unit(
     aligned = row_major and apart and bits % 16 == 0
     whole = aligned and ends % 16 == 0
     return UnitKind(length, x_dtype, g_dtype, served, aligned, whole, row_major, in_tf32), segments
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GramTiles:
+    """Tile sizes of a launch. block_s is a multiple of block_t.
+
+    `tma`: tiles are read through tensor descriptors if rows are aligned.
+    """
+
+    block_t: int
+    block_s: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool
+
+
+def choose_tiles(kind: UnitKind, device: torch.device) -> GramTiles:
+    """Choose the tiles of a launch, as measured on an H200 (bench_gram_norms.py, 2026-11-15) for layers of preset 1b.
+
+    Half precision: 128×128×64, 8 warps, 4 stages, descriptors take 2.04 ms at B=16, T=256 (64×128×128: 2.9 ms) and
+    22.7 ms at B=16, T=1024. float32, one unit of 2048 and 2048 features at B=8, T=1024: 64×64×32 with 4 warps and 3
+    stages takes 0.53 ms, 128×64 0.60, 128×128 0.68, cuBLAS without tf32 1.23 (2026-11-15). The other choices are not
+    measured: shorter samples use smaller tiles, and devices without descriptors or tensor cores use what fits.
+    """
+    hopper = is_hopper(device)
+    tma = hopper and kind.aligned
+    if kind.in_tf32 and hopper:
+        return GramTiles(128, 128, 32, 8, 4, tma)
+    if torch.float32 in (kind.x_dtype, kind.g_dtype):
+        return GramTiles(64, 64, 32, 4, 3, tma)
+    if kind.length <= 64:
+        return GramTiles(64, 64, 64, 4, 3, tma)
+    if not hopper:
+        return GramTiles(128, 128, 32, 8, 3, tma=False)
+    return GramTiles(128, 128, 64, 8, 4, tma)
+
+
+@device_cache(64)
+def tile_table_of(length: int, block_t: int, block_s: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return (i, j) of every tile that holds some t >= s, flat (i0, j0, i1, j1, …), and the number of tiles."""
+    n_rows, n_cols = -(-length // block_t), -(-length // block_s)
+    tiles = [(i, j) for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s]
+    (table,) = table_on(device, [value for tile in tiles for value in tile], wait=True)
+    return table, len(tiles)
+
+
+def is_worth_aligning(kind: UnitKind, device: torch.device) -> bool:
+    """Return True if an aligned copy pays off: each row is read T / block_t times, by the copy engine if aligned."""
+    return kind.served and not kind.aligned and kind.g_dtype.itemsize == 2 and kind.length >= 128 and is_hopper(device)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def launch_gram(
+    plans: Sequence[KindPlan],
+    units: Sequence[GramUnit],
+    pointers: Integers,
+    batch: int,
+    device: torch.device,
+    tiles: GramTiles | None,
+) -> list[Tensor]:
+    """Launch once for the units of each kind. Return (units, B) float64 for each kind."""
+    rows: list[Integers] = []
+    kept: list[Tensor] = []  # copies that must outlive the launches' enqueueing
+    for plan in plans:
+        with_pointers, numbers = plan.segments.copy(), plan.units.copy()
+        with_pointers[:, 0] = pointers[plan.tensors]
+        if plan.kind.x_dtype is None:
+            ids = [units[member].ids.to(torch.int64).contiguous() for member in plan.members]  # type: ignore[union-attr]
+            numbers[:, 0] = [each.data_ptr() for each in ids]
+            kept += ids
+        rows += (numbers.reshape(-1), with_pointers.reshape(-1))
+    tables = table_on(device, *rows)  # in one copy
+    return [
+        _launch_kind(plan, units, of_units, segments, batch, device, tiles or choose_tiles(plan.kind, device))
+        for plan, of_units, segments in zip(plans, tables[::2], tables[1::2], strict=True)
+    ]
+
+
+def _launch_kind(
+    plan: KindPlan,
+    units: Sequence[GramUnit],
+    unit_table: Tensor,
+    segments: Tensor,
+    batch: int,
+    device: torch.device,
+    tiles: GramTiles,
+) -> Tensor:
+    """Return squared norms (units, B) in float64, without waiting for the device."""
+    kind, members = plan.kind, plan.members
+    tile_table, n_tiles = tile_table_of(kind.length, tiles.block_t, tiles.block_s, device)
+    partials = torch.empty((3, len(members), batch, n_tiles), dtype=torch.float32, device=device)
+    g_dtype = {"G_DTYPE": TRITON_DTYPES[kind.g_dtype]}
+    x_dtype = {"X_DTYPE": None if kind.x_dtype is None else TRITON_DTYPES[kind.x_dtype]}
+    kernel, dtypes = (_gram_ids_kernel, g_dtype) if kind.x_dtype is None else (_gram_kernel, x_dtype | g_dtype)
+    tma = tiles.tma and kind.aligned
+    if tma:
+        provide_scratch(device)
+    with launch_on(device):
+        kernel[(len(members) * batch * n_tiles,)](
+            tile_table,
+            unit_table,
+            segments,
+            partials,
+            batch,
+            n_tiles,
+            kind.length,
+            **dtypes,
+            BLOCK_T=tiles.block_t,
+            BLOCK_S=tiles.block_s,
+            BLOCK_K=tiles.block_k,
+            TMA=tma,
+            ALIGNED=kind.whole and not INTERPRETED,
+            PRECISION="tf32" if kind.in_tf32 else "tf32x3",
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    announce(
+        lambda: Launch(
+            name=kernel.__name__,
+            family=CLIPPING,
+            reads=[
+                each for at in members for each in (*units[at].gs, *units[at].xs, units[at].ids) if each is not None
+            ],
+            writes=[partials],
+            flops=batch * kind.length * (kind.length + 1) * plan.width,
+        )
+    )
+    sums = partials.sum(3).contiguous()
+    squares = torch.empty(sums.shape[1:], dtype=torch.float64, device=device)
+    grid = (len(members) * batch,)
+    with launch_on(device):
+        _gram_finish_kernel[grid](
+            unit_table, segments, sums, squares, batch, kind.length, **x_dtype, **g_dtype, BLOCK=16, K=16, num_warps=4
+        )
+    announce(lambda: Launch(name=_gram_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
+    return squares

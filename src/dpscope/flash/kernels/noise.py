@@ -4,7 +4,7 @@ A key is (seed, offset), drawn once a step (`NoiseSource`); i numbers the elemen
 their order, each parameter from a multiple of four on (`noise_starts`), elements of a tensor in the order of their
 indices. On a GPU z_i is the i mod 4-th normal of the generator's block i // 4 (philox.py): the kernel here, the fused
 update's, and torch where they do not serve read the same z_i, to the rounding of ln, sin and cos. On a CPU z_i is
-another function of the same key and number (host_normals.py), which processors make faster; `backend="torch"` makes the
+another function of the same key and number (philox.py, too), which processors make faster; `backend="torch"` makes the
 kernels' there, too. How parameters are grouped into launches, which of them come at all, and which slice of a parameter
 a rank holds does not change z_i. `secure_mode` of Opacus has a noise of its own.
 
@@ -25,8 +25,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.host_normals import BLOCK, host_normals
-from dpscope.flash.kernels.philox import normal_block, normals  # the generator, in Triton and in torch
+from dpscope.flash.kernels.philox import BLOCK, host_normals, normal_block, normals  # the generators
 from dpscope.flash.kernels.tensor_lists import (
     as_word,
     chunk_size,
@@ -36,34 +35,17 @@ from dpscope.flash.kernels.tensor_lists import (
     pointer_at,
     size_at,
 )
-from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.vocabulary.families import NOISE_FAMILY
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
+from dpscope.vocabulary.phases import NOISE_FAMILY, Launch, announce
 
-__all__ = ["HostStream", "add_noise_", "chunks", "noise_values", "normal_block"]
+__all__ = ["HostStream", "add_noise_", "chunks", "normal_block"]
 
 # Elements of noise made at a time, shared between tensors: a call of torch's operators costs 200 µs however few they
 # are, and the threads of a CPU want blocks to make.
 _WINDOW = 2**18
 
 
-def noise_values(
-    shape: Sequence[int],
-    seed: int,
-    offset: int,
-    device: torch.device | str = "cpu",
-    *,
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Return z of the elements first, first+1, … under the key (seed, offset), float32. `first`: a multiple of four."""
-    if first % 4:
-        raise ValueError(f"first must be a multiple of four, got {first}")
-    values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    _add([values], [first], 1.0, 1.0, seed, offset, backend)
-    return values
-
-
+@torch.no_grad()
 def add_noise_(
     tensors: Sequence[Tensor],
     std: float,
@@ -79,31 +61,10 @@ def add_noise_(
     starts: the number of each tensor's first element; None if the list is complete. torch adds the noise to tensors
     whose first element is not a multiple of four, which shards may have.
     """
-    _add(tensors, noise_starts(tensors) if starts is None else starts, std, scale, seed, offset, backend)
-
-
-@torch.no_grad()
-def _add(
-    tensors: Sequence[Tensor],
-    starts: Sequence[int],
-    std: float,
-    scale: float,
-    seed: int,
-    offset: int,
-    backend: Backend,
-) -> None:
+    starts = noise_starts(tensors) if starts is None else starts
     launches, left = list_launches([tensors], starts, seed, offset, backend)
     for launch in launches:
-        with launch_on(launch.device):
-            _add_noise_kernel[(launch.programs,)](
-                *launch.arguments,
-                std,
-                scale,
-                DTYPE=launch.dtypes[0],
-                ALIGNED=launch.aligned,
-                **launch.cut,
-                num_warps=8,
-            )
+        launch.run(_add_noise_kernel, std, scale, DTYPE=launch.dtypes[0])
         announce(partial(_described, tensors, launch.members))
     stream = HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left], backend)
     for i in sorted(left, key=starts.__getitem__):

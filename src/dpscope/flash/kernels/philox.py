@@ -1,7 +1,7 @@
-"""Philox 4×32-10 and Box-Muller: four standard normals out of a key and a block's number.
+"""Philox and Box-Muller: standard normals out of a key and a block's number. One generator for kernels, one for CPUs.
 
-Key = seed (64 bits) and counter = (block: 64 bits, offset: 64 bits) give four 32-bit words w0…w3. Its own two words get
-the offset once more (w2, w3 ← w2, w3 ⊕ offset), and Box-Muller makes the words normal:
+**Kernels**: Philox 4×32-10. Key = seed (64 bits) and counter = (block: 64 bits, offset: 64 bits) give four 32-bit words
+w0…w3. Its own two words get the offset once more (w2, w3 ← w2, w3 ⊕ offset), and Box-Muller makes the words normal:
 
     u = (w0 + ½)·2⁻³²,  r = √(-2 ln u),  θ = 2π·w1·2⁻³²:   z0 = r cos θ,  z1 = r sin θ;  z2, z3 from w2, w3 alike.
 
@@ -11,8 +11,19 @@ Seed and offset together are 128 bits of secret. Philox under one key is a permu
 without the ⊕, four known words and a guess of the 64-bit seed would give the offset, a search among 2⁶⁴. With it a
 guess of the seed tells nothing until the offset is guessed too: a search among 2¹²⁸.
 
-What it is not: Philox passes the statistical tests in use (BigCrush) but is no cryptographic generator, and the normals
-end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning frameworks use by default.
+**CPUs** (`host_normals`): Philox 4×64-10 (numpy's), block by block in as many threads as torch uses. The key (seed,
+offset) is its 128-bit key, so that known words leave a search among 2¹²⁸ keys, and the block's number gives its
+counter. A block's words are BLOCK numbers of 32 bits, w₀ those of the first half and w₁ those of the second:
+
+    r = √(-2 ln((w₀ + ½)·2⁻³²)),  θ = 2π·w₁·2⁻³², w₁ signed:    r cos θ in the first half, r sin θ in the second.
+
+The numbers differ from those of the kernels, whose 32-bit products take a CPU three times as long. Nothing depends on
+how many threads there are, or on which part of the stream is asked for. Written in numpy, because torch would start
+threads of its own in each of these. On one core of an AMD EPYC 3.8 ns an element, where torch's `normal_` takes 3.4
+(2026-11-16).
+
+What they are not: Philox passes the statistical tests in use (BigCrush) but is no cryptographic generator, and the
+normals end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning frameworks use by default.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -21,7 +32,11 @@ end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning 
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -80,3 +95,39 @@ def _box_muller_torch(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     radius = ((a.float() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = b.float() * (2.0 * math.pi * 2.0**-32)
     return radius * angle.cos(), radius * angle.sin()
+
+
+# -- CPUs --------------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 2**16
+"""Elements: what a thread makes at a time, and stays in cache."""
+
+_HALF = BLOCK // 2
+_COUNTS = BLOCK // 8  # of Philox's counter a block: four words of 64 bits are eight normals
+
+
+def host_normals(first: int, count: int, seed: int, offset: int, pool: Executor | None) -> Tensor:
+    """Return the normals of blocks first, first + 1, …: (count · BLOCK,) float32. `pool` serves more than one block."""
+    values = np.empty((count, BLOCK), dtype=np.float32)
+    fill = partial(_fill, np.array([seed % 2**64, offset % 2**64], dtype=np.uint64))
+    list((map if pool is None or count == 1 else pool.map)(fill, range(first, first + count), values))
+    return torch.from_numpy(values).view(-1)
+
+
+def _fill(key: npt.NDArray[np.uint64], block: int, out: npt.NDArray[np.float32]) -> None:
+    generator = np.random.Generator(np.random.Philox(key=key, counter=block * _COUNTS))
+    # `integers` lets other threads run meanwhile, where `random_raw` does not.
+    words = generator.integers(0, 2**64 - 1, _HALF, dtype="<u8", endpoint=True)
+    cosines, sines = out[:_HALF], out[_HALF:]
+    radius = words.view("<u4")[:_HALF].astype(np.float32)
+    radius *= 2.0**-32
+    radius += 2.0**-33
+    np.log(radius, out=radius)
+    radius *= -2.0
+    np.sqrt(radius, out=radius)
+    sines[:] = words.view("<i4")[_HALF:]
+    sines *= 2.0 * math.pi * 2.0**-32
+    np.cos(sines, out=cosines)
+    np.sin(sines, out=sines)
+    out.reshape(2, _HALF)[:] *= radius

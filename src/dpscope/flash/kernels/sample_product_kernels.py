@@ -38,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dpscope.flash.kernels.triton_runtime import constant, device_index, launch_on
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.phases import allocates
 
 _ROWS = constant(64)  # of a half; a tile has two
 _COLUMNS = constant(256)

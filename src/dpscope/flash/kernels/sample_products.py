@@ -28,27 +28,17 @@ warning, and callers get None, as they do for what is not served.
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.triton_runtime import (
-    INTERPRETED,
-    capability,
-    device_index,
-    rows_are_aligned,
-    triton,
-)
+from dpscope.flash.kernels.triton_runtime import capability, device_index, has_triton, rows_are_aligned
 from dpscope.flash.torch_side import dry_run
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.families import GEMM
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
 
 
 class ProductTiles(NamedTuple):
@@ -125,16 +115,8 @@ def _is_served(x: Tensor, g: Tensor) -> bool:
 
 def _has_wgmma(device: torch.device) -> bool:
     """Return whether the device has wgmma: only capability 9.0 does, later GPUs have other instructions."""
-    known = dry_run.current() is not None or has_gluon()
+    known = dry_run.current() is not None or has_triton(*OLDEST_GLUON)
     return device.type == "cuda" and known and capability(device_index(device)) == (9, 0)
-
-
-@cache
-def has_gluon() -> bool:
-    """Return True if Triton's Gluon is the version that the kernel was written for, or later."""
-    if triton is None or INTERPRETED:
-        return False
-    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= OLDEST_GLUON
 
 
 def _launch(x: Tensor, g: Tensor, tiles: ProductTiles, programs: int | None = None) -> tuple[Tensor, Tensor]:

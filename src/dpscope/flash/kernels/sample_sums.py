@@ -37,10 +37,8 @@ from dpscope.flash.kernels.triton_runtime import (
     tl,
     use_triton,
 )
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.families import CLIPPING
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.vocabulary.phases import CLIPPING, Launch, allocates, announce
 
 ROWS = 128
 """Positions a program sums: fixed, so that one long sample is many programs and the order of addition never varies."""
@@ -51,8 +49,6 @@ MOST_STRETCHES = 8
 
 LONGEST_AT_ONCE, SUM_PARTS = 256, 16
 """Positions up to which torch's sum takes no scratch memory, and in how many parts it takes longer samples."""
-
-_SERVED = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def bias_sums(g: Tensor) -> Tensor:
@@ -79,7 +75,7 @@ def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[T
         device = gs[members[0]].device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         sums = torch.empty((len(members), shape[0], shape[2]), dtype=wide, device=device)
-        served = dtype in _SERVED and 0 not in shape and stride[2] == 1
+        served = dtype in TRITON_DTYPES and 0 not in shape and stride[2] == 1
         why_not = "float64, empty, or features that are apart"
         by_kernel = use_triton(backend, device, served=served, why_not=why_not)
         if by_kernel:
@@ -120,7 +116,7 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, 
         raise ValueError(f"expected statistics of {tuple(shape[:2])} elements")
     dtypes = {g.dtype, x.dtype, rstd.dtype, rstd.dtype if mean is None else mean.dtype}
     compiling = torch.compiler.is_compiling()
-    served = dtypes <= _SERVED and 0 not in shape
+    served = dtypes <= TRITON_DTYPES.keys() and 0 not in shape
     if not compiling and use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
         return _launch(g, x, mean, rstd, whole)
     mean, rstd = None if mean is None else mean.reshape(shape[:2]), rstd.reshape(shape[:2])
@@ -174,13 +170,7 @@ def _sums_kernel(
 
 def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool) -> tuple[Tensor, ...]:
     batch, length, width = g.shape
-    g_strides, x_strides = g.stride(), x.stride()
-    if g_strides[2] != 1:
-        g = g.contiguous()
-        g_strides = g.stride()
-    if x_strides[2] != 1:
-        x = x.contiguous()
-        x_strides = x.stride()
+    g, x = (each if each.stride(2) == 1 else each.contiguous() for each in (g, x))
     blocks = -(-length // ROWS)
     block = min(256, 1 << (width - 1).bit_length())
     device = g.device
@@ -195,10 +185,8 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool
             partials,
             length,
             width,
-            g_strides[0],
-            g_strides[1],
-            x_strides[0],
-            x_strides[1],
+            *g.stride()[:2],
+            *x.stride()[:2],
             ROWS=ROWS,
             BLOCK_T=8,
             BLOCK=block,

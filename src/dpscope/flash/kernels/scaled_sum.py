@@ -59,10 +59,8 @@ from dpscope.flash.kernels.triton_runtime import (
     use_triton,
     with_aligned_rows,
 )
-from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
-from dpscope.vocabulary.families import GEMM
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
 
 MIN_SCALE = 2.0**-100
 """Smaller factors count as zero."""
@@ -366,10 +364,8 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
                 length,
                 p,
                 d,
-                g.stride(0),
-                g.stride(1),
-                x.stride(0),
-                x.stride(1),
+                *g.stride()[:2],
+                *x.stride()[:2],
                 group.outs[0].stride(0),
                 tiles_each,
                 MIN_SCALE,

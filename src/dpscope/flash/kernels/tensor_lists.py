@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, chain
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, table_on, tl, use_triton
 from dpscope.flash.torch_side.captures import device_cache
 
 
@@ -85,7 +85,20 @@ class ListLaunch:
     aligned: bool
     programs: int
     arguments: tuple[Any, ...]
-    cut: dict[str, int]
+    cut: Cut
+
+    def run(self, kernel: Any, *more: Any, each: int = 1, **constants: Any) -> None:
+        """Launch `each` programs a chunk. `more`: what the kernel takes behind this list's arguments."""
+        with launch_on(self.device):
+            kernel[(self.programs * each,)](
+                *self.arguments,
+                *more,
+                **constants,
+                ALIGNED=self.aligned,
+                CHUNK=self.cut.chunk,
+                BLOCK=self.cut.block,
+                num_warps=8,
+            )
 
 
 def list_launches(
@@ -147,7 +160,7 @@ def list_launches(
                     len(members),
                     len(members).bit_length(),
                 ),
-                cut={"CHUNK": cut.chunk, "BLOCK": cut.block},
+                cut=cut,
             )
         )
     return launches, left
@@ -163,46 +176,35 @@ def _read(
     count = len(columns[0])
     if any(len(column) != count for column in columns):
         raise ValueError(f"expected one tensor a parameter in every list, got {[len(each) for each in columns]}")
-    sizes: list[int] = []
-    pointers = np.empty((len(columns), count), dtype=np.int64)
+    pointers, elements = np.empty((2, len(columns), count), dtype=np.int64)
     dtypes: list[set[torch.dtype]] = []
     in_order = True
     for number, column in enumerate(columns):
         pointers[number] = np.fromiter(map(Tensor.data_ptr, column), np.int64, count)
-        elements = list(map(Tensor.numel, column))
+        elements[number] = np.fromiter(map(Tensor.numel, column), np.int64, count)
         dtypes.append(set(map(_DTYPE, column)))
         in_order = in_order and all(map(Tensor.is_contiguous, column))
-        each = samples if number == stacked else 1
-        if not number:
-            sizes = elements if number != stacked else _sizes_of_samples(column, elements, samples)
-        elif elements != (sizes if each == 1 else [size * each for size in sizes]):
-            _refuse_shapes(columns, sizes, stacked, samples)
+    each = np.array([[samples if number == stacked else 1] for number in range(len(columns))])
+    if stacked == 0:
+        found = {tensor.shape[0] for tensor in columns[0]}
+        if found - {samples}:
+            raise ValueError(f"expected as many samples, {samples}, in every tensor, got {sorted(found)}")
+        elements[0] = elements[0] // samples if samples else [tensor.shape[1:].numel() for tensor in columns[0]]
+        each[0] = 1
+    differ = (elements != elements[0] * each).any(0)
+    if differ.any():
+        i = int(differ.argmax())
+        shapes = [tuple(column[i].shape) for column in columns]
+        raise ValueError(f"parameter {i}: shapes differ, {shapes}, with {samples} samples")
+    sizes: list[int] = elements[0].tolist()
     # Eight elements, of two bytes each at least: `pointer_at` and `size_at` may be told so.
-    aligned = (np.bitwise_or.reduce(pointers, axis=0) | 2 * np.array(sizes, dtype=np.int64)) % 16 == 0
+    aligned = (np.bitwise_or.reduce(pointers, axis=0) | 2 * elements[0]) % 16 == 0
     alike = len(set(map(Tensor.get_device, columns[0]))) == 1 and all(len(types) == 1 for types in dtypes)
     if alike and in_order and reduce(or_, starts) % 4 == 0:  # as a rule
         device, types = columns[0][0].device, tuple(next(iter(types)) for types in dtypes)
         parts = {(device, of, True, types): np.flatnonzero(aligned == of).tolist() for of in (True, False)}
         return sizes, pointers, {kind: members for kind, members in parts.items() if members}
     return sizes, pointers, _kinds(columns, aligned.tolist(), starts)
-
-
-def _sizes_of_samples(column: Sequence[Tensor], elements: list[int], samples: int) -> list[int]:
-    if any(tensor.shape[0] != samples for tensor in column):
-        found = sorted({tensor.shape[0] for tensor in column})
-        raise ValueError(f"expected as many samples, {samples}, in every tensor, got {found}")
-    return [count // samples for count in elements] if samples else [tensor.shape[1:].numel() for tensor in column]
-
-
-def _refuse_shapes(
-    columns: Sequence[Sequence[Tensor]], sizes: list[int], stacked: int | None, samples: int
-) -> NoReturn:
-    for i, size in enumerate(sizes):
-        expected = [size * samples if number == stacked else size for number in range(len(columns))]
-        if [column[i].numel() for column in columns] != expected:
-            shapes = [tuple(column[i].shape) for column in columns]
-            raise ValueError(f"parameter {i}: shapes differ, {shapes}, with {samples} samples")
-    raise AssertionError("called for shapes that differ")
 
 
 def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Sequence[int]) -> Kinds:

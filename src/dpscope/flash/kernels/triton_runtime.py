@@ -22,6 +22,7 @@ import torch
 
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.captures import own_capture
+from dpscope.packages import release_of
 
 try:
     import triton
@@ -30,24 +31,7 @@ except ImportError:  # torch for CPU or macOS comes without Triton: the fallback
     triton = None
     tl = None
 
-__all__ = [  # tl and triton are re-exported: kernel files take them from here
-    "CHUNK_BYTES",
-    "INTERPRETED",
-    "SCRATCH_BYTES",
-    "TRITON_DTYPES",
-    "Backend",
-    "constant",
-    "dot",
-    "is_hopper",
-    "jit",
-    "launch_on",
-    "provide_scratch",
-    "rows_are_aligned",
-    "table_on",
-    "tl",
-    "triton",
-    "use_triton",
-]
+__all__ = ["tl", "triton"]  # re-exported: kernel files take them from here
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -58,6 +42,12 @@ SCRATCH_BYTES = 2**29
 
 # Triton decides once, where a kernel is defined, whether it is compiled or interpreted on the CPU.
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}
+
+
+@functools.cache
+def has_triton(*release: int) -> bool:
+    """Return True if there is a Triton that compiles kernels, of this release or a newer one."""
+    return triton is not None and not INTERPRETED and release_of(triton.__version__) >= release
 
 
 # dtypes kernels read and write, by their names in Triton.

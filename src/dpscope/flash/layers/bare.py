@@ -5,8 +5,8 @@ given one comes to `follow`. There are two kinds of results:
 
 - of parameters and constants alone (a slice, a transpose, a cast, a normalised weight): another proxy;
 - of samples, one row each: an ordinary tensor, y. The operator is a *use* of the parameter, and is treated as a layer:
-  y[b] is computed from the parameter and row b of the other operands (tried out on random numbers: bare_use.py), and a
-  rehearsal finds out whether row b belongs to sample b alone. Backward gives the use's per-sample gradients.
+  y[b] is computed from the parameter and row b of the other operands (tried out on random numbers: bare_use.py).
+  Backward gives the use's per-sample gradients, and the self-test finds out whether row b belongs to sample b.
 
 The module's own layers are tapped as usual. If a use cannot be followed (`NotFollowed`), the whole module runs sample
 by sample (opaque.py).
@@ -14,7 +14,7 @@ by sample (opaque.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,16 +26,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
+from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, step_back
 from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.taps.traced import break_graph
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autograd_graph import leaves_behind
+from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.frames import uncompiled
-from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 
 class Bare(Proxy):
@@ -87,8 +86,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, form = flatten(args, kwargs)
     bares = [leaf for leaf in leaves if type(leaf) is Bare]
     tap = bares[0].tap
-    rehearsal = tap.rehearsal is not None
-    if tap.rehearsal.inside if tap.rehearsal is not None else not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return _call(func, leaves, form)
     if _is_foreign(func):  # torch looks a function up by its name: a patched one would be applied twice
         raise tap.cannot_follow("a function of torch is replaced while the model runs: restore it before the step")
@@ -96,8 +94,6 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
-        if rehearsal and not others and bares[0].plain.is_leaf:
-            return bares[0]  # p.clamp_(0, 1), under no_grad: it is for the forward itself to do, once
         return _write(tap, func, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
@@ -174,7 +170,7 @@ class BareTap(TapOfSamples):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return break_graph(self, args, kwargs)
-        if not torch.is_grad_enabled() and self.rehearsal is None:
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if not any(parameter.requires_grad for _, _, parameter in self.places):
             return self.original(*args, **kwargs)
@@ -226,7 +222,7 @@ class BareTap(TapOfSamples):
 
     def _begin_early(self) -> None:
         self._end_early()  # of a call that was left before forward
-        if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
+        if torch.is_grad_enabled() and not self.engine.forwards.untapped:
             self._early = self._put_proxies()
 
     def _end_early(self) -> None:
@@ -264,6 +260,7 @@ class BareTap(TapOfSamples):
                 func = partial(_of_one_row, func)
             result = _call(func, leaves, spec)
         if _is_plain(result):
+            result.made_of = step_back(name, operands_of(leaves), result)
             return self._stand_in(result)
         if isinstance(result, tuple | list | dict):
             return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
@@ -332,7 +329,7 @@ class BareTap(TapOfSamples):
         return leaf if isinstance(leaf, int | str | None) else repr(leaf)
 
     def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Call an operator whose other operands are constants, in which a rehearsal found nothing of the samples."""
+        """Call an operator whose other operands are taken to be constants, with nothing of the samples."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
         behind = [leaf for leaf in leaves_behind(others) if leaf.requires_grad]
         strays = [leaf for leaf in behind if isinstance(leaf, nn.Parameter)]
@@ -340,28 +337,21 @@ class BareTap(TapOfSamples):
             raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=strays)
         if any(other.requires_grad for other in others):
             raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
-        run = self.rehearsal
-        if run is not None:
-            for other in others:
-                run.see_constant(role, other)
-        else:
-            self.engine.forwards.admit_unit(role, 0, shared=False)
+        self.engine.forwards.admit_unit(role, 0, shared=False)
         return self.derive(func, leaves, spec)
 
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
-        if self.rehearsal is None and current_hooks() != self.hooks:
+        if current_hooks() != self.hooks:
             raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
         args, kwargs = rebuild([leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves], spec)
+        if self.engine.forwards.in_trial:
+            role.look(self.engine.forwards.samples_tried, [leaf for leaf in leaves if type(leaf) is not Bare])
         result = func(*args, **kwargs)
-        if _is_plain(result) and self.rehearsal is None:
+        if _is_plain(result):
             return self._hooked(role, (role, leaves, spec), [result])[0]
         found, shape = pytree.tree_flatten(result)
         real = [index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        answers: Sequence[Tensor]
-        if self.rehearsal is not None:
-            answers = self._rehearsed(role, leaves, [found[index] for index in real])
-        else:
-            answers = self._hooked(role, (role, leaves, spec), [found[index] for index in real])
+        answers = self._hooked(role, (role, leaves, spec), [found[index] for index in real])
         for index, answer in zip(real, answers, strict=True):
             found[index] = answer
         return pytree.tree_unflatten(found, shape)
@@ -375,19 +365,6 @@ class BareTap(TapOfSamples):
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
 
-    def _rehearsed(self, role: BareUse, leaves: list[Any], ys: list[Tensor]) -> list[Tensor]:
-        run = self.rehearsal
-        assert run is not None
-        role.look(run, [leaf for leaf in leaves if type(leaf) is not Bare])
-        for leaf, row in zip(leaves, role.rows, strict=True):
-            if row and type(leaf) is not Bare:  # what a parameter that is zero, say a gate, keeps from sight
-                run.see(role.operand, role.block(leaf), (0,))
-        blocks = [role.block(y) for y in ys]
-        for block in blocks:
-            run.see(role, block, (0,))
-        answers = [run.answer(role, block) for block in blocks]
-        return [answer.flatten(0, 1) if role.each > 1 else answer for answer in answers]
-
 
 def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
     """Expand a proxy with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
@@ -400,7 +377,7 @@ def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
         reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
         raise tap.cannot_follow(reason, consumer)
     if consumer is not None:
-        tap.engine.rehearsals.expanded.add(consumer)
+        tap.engine.verification.expanded.add(consumer)
     key = expand_rows, plain.dim(), stand_in.origin
     role = tap.roles.get(key)
     if role is None:

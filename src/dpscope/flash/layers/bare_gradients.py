@@ -281,6 +281,26 @@ RULES: dict[str, tuple[Rule, bool]] = {
 }
 
 
+def step_back(name: str, operands: list[Any], result: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """Return the one tensor of parameters that an operator was given, and what turns gradients of its result into its.
+
+    Every block may make the same thing of a parameter, say a mask of its position bias. Gradients that are brought back
+    to what the blocks share can be added up before they are pulled back further. None if there is no rule.
+    """
+    given = [place for place, operand in enumerate(operands) if isinstance(operand, Operand)]
+    if len(given) != 1:
+        return None
+    plain = operands[given[0]].plain
+    if plain.shape != result.shape or plain.dtype != result.dtype:
+        return None
+    if name in ("contiguous", "clone"):
+        return plain, lambda rows: rows
+    if name == "where" and given != [0] and len(operands) == 3:
+        chosen = operands[0] if given == [1] else ~operands[0]
+        return plain, lambda rows: torch.where(chosen, rows, 0)
+    return None
+
+
 def gradients_by_row(use: Use, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> Gradients:
     """Return the gradients of any operator: it runs again for each row, and its own derivative gives them."""
     places = [place for place, operand in enumerate(operands) if isinstance(operand, Operand)]

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.gradients.contributions import Kept
-from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.layers.row_derivatives import (
     PROBES,
     Derived,
     OfGain,
+    PulledBack,
     RowForm,
     Verdict,
     basis_of,
@@ -33,7 +33,6 @@ from dpscope.flash.layers.row_derivatives import (
     unknown_of,
 )
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.taps.taps import TapOfSamples
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -44,6 +43,7 @@ _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def name_of(func: Any) -> str:
@@ -56,7 +56,7 @@ def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
 
 
 class _Seen:
-    """Observations of a rehearsal on an operator (`Sampled`)."""
+    """An operator as verification sees it (`Sampled`)."""
 
     def __init__(self, tap: TapOfSamples, called: str) -> None:
         self.tap, self.called = tap, called
@@ -88,7 +88,6 @@ class BareUse(_Seen):
         called = name_of(func)
         super().__init__(tap, called)
         self.func, self.rows, self.each = func, rows, each
-        self.operand = OutputOf(self)  # under which rehearsals see what the parameter meets
         self.rule: Rule | None
         self.rule, self.saves = RULES.get(called, (None, True))
         if (called in ("add", "sub") and len(rows) != 2) or (each > 1 and called not in _IN_BLOCKS):  # alpha=...
@@ -97,23 +96,25 @@ class BareUse(_Seen):
         self.copies = self.rule is None or called == "expand_rows"
         self._verdict: Verdict | None = None  # whether a weight's derivative has the form of row_derivatives.py
         self._place = 0  # in the verdict
-        self.moves = False  # whether other operands differ between the runs of a rehearsal
-        self._prints: list[Tensor] | None = None
-        self._runs: set[int] = set()  # of rehearsals that met it
+        self._moves = False  # whether other operands change with the samples
+        self._prints: list[Tensor] | None = None  # of the other operands
+        self._looks: set[int] = set()  # numbers of the samples that it ran on
         self.why = f"used by {called}: per-sample gradients are taken in backward"
 
-    def look(self, run: object, operands: list[Any]) -> None:
-        """Record the other operands in a rehearsal's run, and whether they changed."""
-        self._runs.add(id(run))
-        prints = [fingerprints(x.unsqueeze(0), 0) for x in operands if isinstance(x, Tensor)]
+    def look(self, samples: int, operands: list[Any]) -> None:
+        """Note whether the other operands change with the samples. `samples`: a number for those of this run."""
+        if samples in self._looks:
+            return
+        self._looks.add(samples)
+        prints = [_fingerprint(x) for x in operands if isinstance(x, Tensor)]
         if self._prints is None:
             self._prints = prints
         elif len(prints) != len(self._prints) or not all(map(torch.equal, prints, self._prints)):
-            self.moves = True
+            self._moves = True
 
     def by_chance(self) -> bool:
-        """Return whether a rehearsal has seen the operator, and its operands do not depend on samples."""
-        return bool(self._prints) and len(self._runs) > 1 and not self.moves
+        """Return whether the operator ran on other samples too, and its operands were the same."""
+        return bool(self._prints) and len(self._looks) > 1 and not self._moves
 
     def fits(self, leaves: list[Any], batch: int) -> bool:
         """Return whether the sizes prove that rows are laid out as before."""
@@ -142,10 +143,13 @@ class BareUse(_Seen):
         # a sum's terms have one gradient, the same tensor.
         shared = Counter(tensor.untyped_storage().data_ptr() for tensor in (*gs, *(values for _, values in parts)))
         for slot, values in parts:
-            if slot.why != self.why:
-                slot.describe("kept", self.why, {"": values.shape})
+            self._describe(slot, len(values))
             ours = shared[values.untyped_storage().data_ptr()] == 1 and 0 not in values.stride()
             self.tap.engine.add(slot, Kept(values, owned=ours))
+
+    def _describe(self, slot: Slot, batch: int) -> None:
+        if slot.why != self.why:
+            slot.describe("kept", self.why, {"": torch.Size((batch, *slot.parameter.shape))})
 
     def block(self, tensor: Tensor) -> Tensor:
         """Return rows (B·k, ...) as (B, k, ...), if a sample has k rows."""
@@ -161,28 +165,33 @@ class BareUse(_Seen):
         """Return the slot of the parameter, if the tensor is one itself."""
         return slot_of(self.tap, plain)
 
-    def _of_parameters(self, q: Tensor, gradients: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
+    def _of_parameters(self, q: Tensor, found: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
         """Yield the gradients of the parameters that q is made of, given q's; add those in closed form here."""
-        if isinstance(gradients, Patches):
-            if self._add_derived(q, gradients):
-                return
-            gradients = gradients.materialise()
+        if isinstance(found, Patches) and self._add_derived(q, found):
+            return
+        rows = _whole(found)
+        rows = rows.reshape(len(rows), *q.shape)
+        while (made_of := getattr(q, "made_of", None)) is not None:
+            q, pull = made_of
+            rows = pull(rows)
         slot = self.slot(q)
         if slot is not None:
-            yield slot, gradients.reshape(len(gradients), *q.shape)
+            yield slot, rows
             return
         base = q._base
         slot = slot_of(self.tap, base)
         plain = base is not None and q.dtype == base.dtype and base.is_contiguous() and not q.is_neg()
         if slot is not None and base is not None and plain and not _overlaps(q):
-            yield slot, _scattered(q, base, gradients)
+            yield slot, _scattered(q, base, rows)
             return
         slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
-        rows = gradients.reshape(len(gradients), *q.shape).to(q.dtype)
-        found = self._pulled_back(q, [slot.parameter for slot in slots], rows)
-        for slot, values in zip(slots, found, strict=True):
-            if values is not None:
-                yield slot, values
+        rows = rows.to(q.dtype)
+        if len(slots) == 1:
+            self._describe(slots[0], len(rows))
+            self.tap.engine.add(slots[0], PulledBack(q, slots[0].parameter, rows, self._pulled_back))
+            return
+        each = self._pulled_back(q, [slot.parameter for slot in slots], rows)
+        yield from ((slot, values) for slot, values in zip(slots, each, strict=True) if values is not None)
 
     def _add_derived(self, q: Tensor, patches: Patches) -> bool:
         """Give the engine q's gradients in place of those of the weight that q is made of, if that is exact.
@@ -245,6 +254,14 @@ class BareUse(_Seen):
             self._verdict, self._place = verdict, place
 
 
+def _fingerprint(x: Tensor) -> Tensor:
+    """Return the sums of the bits of all elements, and of every other one."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    bits = x if x.dtype == torch.bool else x.view(_BITS[x.element_size()])
+    return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
+
+
 def _whole(values: Tensor | Patches) -> Tensor:
     return values.materialise() if isinstance(values, Patches) else values
 
@@ -273,7 +290,6 @@ def _overlaps(q: Tensor) -> bool:
 
 def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
     """Scatter gradients (B, *q.shape) of a view q to its base: (B, *base.shape)."""
-    gradients = gradients.reshape(len(gradients), *q.shape)
     repeated = [dim for dim, stride in enumerate(q.stride()) if stride == 0 and q.shape[dim] > 1]
     if repeated:
         gradients = gradients.sum([dim + 1 for dim in repeated], keepdim=True)
@@ -323,7 +339,7 @@ def learn(
         if counts or (count % batch if batch else count) or (batch and not count):
             return Constant(tap, called)
         rows = [False] * len(operands) if count < 2 else _find_rows(func, operands, spec, count)
-        if rows is None:  # as many rows by chance, perhaps: a rehearsal finds out whether samples have a part in it
+        if rows is None:  # as many rows by chance, perhaps: verification finds out whether samples have a part in it
             return Constant(tap, called)
         return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch if batch else 1)
 

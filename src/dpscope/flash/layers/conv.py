@@ -8,6 +8,9 @@ alike. Where they do not serve, patches are made again, some samples at a time, 
 times as large as x, and made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order
 of memory, and none for kernels of one element.
 
+On a CPU torch's own gradient of a convolution's weight is faster than any of this: with samples as groups it gives
+their gradients, and with scaled output gradients the clipped sum.
+
 On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
 it is told to. The kernels round as the convolution does, as it was set in backward. With patches only kept gradients
 are rounded this way; all other products are rounded as the user set it.
@@ -28,13 +31,14 @@ from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fo
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
-from dpscope.flash.kernels.float32_products import cudnn_in_tf32, rounded_as_cudnn
+from dpscope.flash.kernels.float32_products import convolves_unrounded, cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
-from dpscope.flash.torch_side.saved_tensors import save, saved
-from dpscope.vocabulary.allocations import allocates
+from dpscope.flash.torch_side.autograd_graph import save, saved
 from dpscope.vocabulary.components import GRADIENTS
+from dpscope.vocabulary.phases import allocates
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -45,7 +49,7 @@ class Patches(Saved):
     Where a sample has k images, both have one dimension more: (B, k, C, *).
     """
 
-    __slots__ = ("by_kernel", "geometry", "in_tf32", "shape")
+    __slots__ = ("by_kernel", "by_torch", "geometry", "in_tf32", "shape")
     kind = "patches"
 
     def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
@@ -55,6 +59,7 @@ class Patches(Saved):
         self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
         # Kernels that need no patches; depthwise layers have torch's.
         self.by_kernel = not _is_depthwise(shape, geometry) and serves_conv(self.first, self.g, geometry)
+        self.by_torch = not self.by_kernel and g.device.type == "cpu" and convolves_unrounded()
 
     def _product(self) -> ConvProduct:
         return ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
@@ -109,19 +114,37 @@ class Patches(Saved):
         return list(chunks(self.batch_size, patches * self.first.element_size()))
 
     def _gradients(self, samples: slice) -> Tensor:
-        if _is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape):
-            return self._by_channels(samples)
+        if self.by_torch or (_is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape)):
+            return self._by_groups(samples, stored_dtype(self.g.dtype))
         return self._outer(samples).materialise().view(-1, *self.shape)
 
-    def _by_channels(self, samples: slice) -> Tensor:
-        """Return gradients for groups of one input channel: samples become channels of torch's depthwise kernel."""
-        at, dtype = self.geometry, stored_dtype(self.g.dtype)
-        g, x = (each[samples].to(dtype).flatten(0, 1).unsqueeze(0) for each in (self.g, self.first))
-        weight = x.new_empty(g.shape[1], *self.shape[1:])  # only its shape is read
-        groups, wanted = x.shape[1], [False, True, False]
-        options = (at.stride, at.padding, at.dilation, False, [0] * len(at.kernel), groups, wanted)
-        gradients: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *options)[1]
+    def _by_groups(self, samples: slice, dtype: torch.dtype) -> Tensor:
+        """Return per-sample gradients by torch's own kernel: samples are further groups of channels."""
+        g, x = (each[samples].to(dtype) for each in (self.g, self.first))
+        if g.dim() == len(self.shape):  # one image a sample
+            g, x = g.unsqueeze(1), x.unsqueeze(1)
+        g, x = (each.transpose(0, 1).flatten(1, 2) for each in (g, x))  # (k, b·C, *)
+        gradients: Tensor = _convolution_backward(g, x, *self._weight_of(x, samples.stop - samples.start))[1]
         return gradients.view(-1, *self.shape)
+
+    def _weight_of(self, x: Tensor, samples: int) -> tuple[Any, ...]:
+        """Return a weight, of which only the shape is read, and options, for the weights of `samples` side by side."""
+        at = self.geometry
+        weight = x.new_empty(()).expand(samples * self.shape[0], *self.shape[1:])
+        options = (at.stride, at.padding, at.dilation, False, [0] * len(at.kernel), samples * at.groups)
+        return weight, None, *options, [False, True, False]
+
+    @allocates(GRADIENTS, "aten::convolution_backward")
+    def _sum_by_torch(self, scale: Tensor) -> Tensor:
+        """Return Σ_b scale_b v_b as the gradient for scaled g; samples with scale 0 may hold NaN."""
+        dtype = wide(self.g.dtype)
+        live = scale.nonzero().flatten()
+        g, x = (each.index_select(0, live).to(dtype) for each in (self.g, self.first))
+        g *= scale[live].to(dtype).view(-1, *[1] * (g.dim() - 1))
+        if g.dim() > len(self.shape):
+            g, x = g.flatten(0, 1), x.flatten(0, 1)
+        total: Tensor = _convolution_backward(g, x, *self._weight_of(x, 1))[1]
+        return total
 
     def materialise(self) -> Tensor:
         """Return the per-sample gradients, (B, *shape), of operands rounded like the convolution's."""
@@ -139,6 +162,10 @@ class Patches(Saved):
     def norms_squared(self) -> Tensor:
         if self.by_kernel and (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT):
             return conv_products(self._product(), None)[1].sum(1)
+        if self.by_torch and self.decision.path == DIRECT:
+            dtype = wide(self.g.dtype)
+            pieces = chunks(self.batch_size, math.prod(self.shape) * dtype.itemsize)
+            return torch.cat([kept_norms_squared([self._by_groups(samples, dtype)]) for samples in pieces])
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
 
     def _norms_squared(self, samples: slice) -> Tensor:
@@ -152,12 +179,15 @@ class Patches(Saved):
             norms = gram_norms_squared([GramUnit(gs=(outer.g,), xs=(outer.x,))])
         return norms.view(-1, self.geometry.groups).sum(1)
 
-    @allocates(GRADIENTS, "aten::new_zeros")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        dtype = wide(self.g.dtype)
-        if self.by_kernel:
-            made = conv_sum(self._product(), scale).view(self.shape)
+        if self.by_kernel or self.by_torch:
+            made = conv_sum(self._product(), scale).view(self.shape) if self.by_kernel else self._sum_by_torch(scale)
             return made if out is None else out.add_(made)
+        return self._sum_of_patches(scale, out)
+
+    @allocates(GRADIENTS, "aten::new_zeros")
+    def _sum_of_patches(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        dtype = wide(self.g.dtype)
         total = out if out is not None and out.dtype == dtype else None
         total = self.g.new_zeros(self.shape, dtype=dtype) if total is None else total
         for samples in self._chunks():
@@ -170,6 +200,7 @@ class Patches(Saved):
         return total if out is None or total is out else out.add_(total)
 
 
+_convolution_backward = torch.ops.aten.convolution_backward
 _UNDECIDED = Decision(DIRECT, "")
 
 

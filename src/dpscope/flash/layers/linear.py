@@ -21,7 +21,7 @@ from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.saved_tensors import save, saved
+from dpscope.flash.torch_side.autograd_graph import save, saved
 
 
 def as_sequences(x: Tensor) -> Tensor:

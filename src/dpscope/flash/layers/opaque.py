@@ -25,7 +25,6 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.sample_rows.rehearsal_run import OutputOf
 from dpscope.flash.taps.taps import Engine, check_backward
 from dpscope.flash.taps.traced import break_graph
 
@@ -57,7 +56,6 @@ class OpaqueTap(CheckedTap):
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.output = OutputOf(self)
         self.describe("torch.func.vmap over samples")
 
     def _parameters_given(self, args: Any, kwargs: Any) -> Proxy | None:
@@ -84,7 +82,7 @@ class OpaqueTap(CheckedTap):
         if given is not None:
             return self._derive(given, args, kwargs)
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
+            return self.original(*args, **kwargs)
         whole = self.whole_parameters()  # one that was removed, as a bias may be, is not among them
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad and key in whole}
         if not live:
@@ -114,22 +112,3 @@ class OpaqueTap(CheckedTap):
         return pytree.tree_map(
             lambda leaf: leaf.to(next(dtypes, leaf.dtype)) if isinstance(leaf, Tensor) else leaf, output
         )
-
-    def _rehearse(self, args: Any, kwargs: Any) -> Any:
-        """Run the module for a rehearsal, which records its input and outputs and may change them."""
-        run = self.rehearsal
-        assert run is not None
-        if not any(slot.parameter.requires_grad for slot in self.slots.values()):
-            return self.original(*args, **kwargs)
-        call = SampleCall(self, args, kwargs)
-        call.admit()
-        x, dim = call.main()
-        run.see(self, x, (dim,), shared=call.is_shared())
-        with run.inside_layer():
-            leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for position, index in enumerate(tensors):
-            dim = call.output_dim(position)
-            run.see(self.output, leaves[index], (dim,))
-            leaves[index] = run.answer(self, leaves[index], dim, shared=call.is_shared())
-        return pytree.tree_unflatten(leaves, spec)

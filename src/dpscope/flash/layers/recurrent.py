@@ -33,8 +33,7 @@ from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.taps import Engine, check_backward
 from dpscope.flash.taps.traced import break_graph
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
-from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
-from dpscope.flash.torch_side.saved_tensors import keeps_graph
+from dpscope.flash.torch_side.autograd_graph import current_hooks, keeps_graph
 
 _linear = F.linear  # as it is now: torch's kernels do not ask for it, so one that is patched later is no part of them
 _VF: Any = torch._VF
@@ -70,10 +69,9 @@ class RecurrentTap(OpaqueTap):
         given: Any = args[0] if args else kwargs.get("input")
         hx: Any = args[1] if len(args) > 1 else kwargs.get("hx")
         packed = isinstance(given, PackedSequence)
-        trained = torch.is_grad_enabled() or self.rehearsal is not None
-        if not trained:
+        if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        has_rule = self.rehearsal is None and self.has_rule and not self.derives and _has_batch(given)
+        has_rule = self.has_rule and not self.derives and _has_batch(given)
         if has_rule and any(slot.parameter.requires_grad for slot in self.slots.values()):
             return self._by_rule(given, hx)
         if not packed:

@@ -77,7 +77,7 @@ class RefusedTap(EngineTap):
     """The forward of a module that cannot be trained. It runs unchanged while it is frozen, which may change."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or self.engine.rehearsals.run is not None:
+        if torch.is_grad_enabled():
             refuse_trained(self.name, self.module)
             if uses_the_batchs_statistics(self.module):
                 raise UserError(f"{_called(self.name, self.module)} {_BATCH_STATISTICS}")

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
-from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
-from dpscope.flash.gradients.paths import KEEP, PathRules
+from dpscope.flash.gradients.paths import KEEP, Decision, PathRules
+from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.captures import own_capture
@@ -38,6 +38,7 @@ LEAST_OUTSIDE = 2.0**-12
 _WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
 _AT_ONCE = 2**21  # elements of weights whose probes are pulled back together
 _Event: Any = torch.cuda.Event
+Pull = Callable[[Tensor, list[Any], Tensor], Sequence[Tensor | None]]  # q, parameters, gradients of q -> theirs
 _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known to 1e-6
 
 
@@ -185,6 +186,46 @@ class Later(Contribution):
 
     def folded(self, each: int, rules: PathRules) -> Kept:
         return Kept(self.materialise()).folded(each, rules)
+
+
+class PulledBack(Later):
+    """Per-sample gradients of a parameter, held as those of q, (B, *q.shape), which is made of it.
+
+    Uses of one q add up first, because all of them are pulled back by the same derivative: a position bias that every
+    block adds to its scores is pulled back once a step, not once a block.
+    """
+
+    __slots__ = ("parameter", "pull", "q", "rows", "version")
+    decision = Decision(KEEP, "the gradients of what is made of it are pulled back together")
+
+    def __init__(self, q: Tensor, parameter: Tensor, rows: Tensor, pull: Pull) -> None:
+        self.q, self.parameter, self.rows, self.pull = q, parameter, rows, pull
+        self.version = parameter._version
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_borrowed(self) -> bool:
+        return True  # autograd may give out a tensor that repeats its elements
+
+    def check_unchanged(self, name: str) -> None:
+        if self.parameter._version != self.version:
+            refuse_changed(name)
+
+    def absorb(self, other: Contribution, dtype: torch.dtype) -> bool:
+        if not isinstance(other, PulledBack) or other.q is not self.q:
+            return False
+        self.rows = self.rows + other.rows
+        return True
+
+    def materialise(self) -> Tensor:
+        (found,) = self.pull(self.q, [self.parameter], self.rows)
+        return self.parameter.new_zeros(len(self.rows), *self.parameter.shape) if found is None else found
+
+    def kept_product(self) -> Tensor:
+        return self.materialise()
 
 
 class Derived(Later):

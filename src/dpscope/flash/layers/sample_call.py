@@ -162,7 +162,7 @@ class SampleCall:
                 f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} ({name}) in a batch of {self.batch} "
                 f"samples: {KEEP_BATCH_FIRST}"
             )
-        elif size is not None and size != self.batch and self.tap.rehearsal is None:  # a rehearsal tries other sizes
+        elif size is not None and size != self.batch:
             self.tap.per_sample[self.key(index)] = False
 
     # -- running -------------------------------------------------------------------------------------------------------

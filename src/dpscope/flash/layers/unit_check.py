@@ -210,7 +210,7 @@ class CheckedTap(UnitTap):
         check = UnitCheck(self, sample_call, self.run)
         if sample_call.undecided:
             check.decide()
-        kind, looks = sample_call.kind(), len(self.engine.rehearsals.schedule.looks)
+        kind, looks = sample_call.kind(), len(self.engine.verification.schedule.looks)
         if kind not in self.dtypes or looks > self.looks:
             self.looks = looks
             self.dtypes[kind] = check.run()

@@ -7,8 +7,8 @@ schedulers are Opacus's own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -47,6 +47,7 @@ from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
 from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.frames import require_module
 from dpscope.flash.update.noise_source import used_keys_of
 
@@ -173,22 +174,19 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 check_arguments(module, **kwargs)
                 check_limit(memory_budget)
                 detach_previous(module, kwargs["optimizer"])
-                self._engine_options = {
+                options = {
                     "batch_size_of": batch_size_of,
                     "rows_per_sample": rows_per_sample,
                     "memory_budget": memory_budget,
                     "clipping": rule,
                 }
-                self._pad_batches = pad_batches
-                _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
+                with temporarily(self, _engine_options=options, _pad_batches=pad_batches):
+                    _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
         except BaseException:
             if self._prepared is not None:
                 self._prepared.cleanup()
                 self._prepared = None
             raise
-        finally:
-            self._engine_options = MappingProxyType({})
-            self._pad_batches = False
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
@@ -333,7 +331,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
             load_state_dict = partial(optimizer.load_state_dict, resume_noise=True)
             optimizer = SimpleNamespace(load_state_dict=load_state_dict)
-        with _accepting_opacus_names(module):
+        wrapped = isinstance(module, AbstractGradSampleModule)
+        with nullcontext() if wrapped else _accept_opacus_names(module):
             checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
         used = checkpoint.pop(USED_NOISE_KEYS, None)
         if used is not None and not resume_noise:
@@ -397,18 +396,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
             secure_mode=self.secure_mode,
             **kwargs,
         )
-
-
-@contextmanager
-def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
-    if isinstance(module, AbstractGradSampleModule):
-        yield
-        return
-    hook = _accept_opacus_names(module)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _accept_opacus_names(module: nn.Module) -> RemovableHandle:

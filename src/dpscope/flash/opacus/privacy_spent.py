@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -50,6 +51,7 @@ def _counting(kind: Any) -> Any:
     return Counting
 
 
+@dataclass(eq=False)
 class Spending:
     """The hook that a private optimizer calls before each update: it tells the accountant, and counts.
 
@@ -57,12 +59,11 @@ class Spending:
     sampler   the private loader's batch sampler, if it counts draws
     """
 
-    def __init__(self, account: Callable[[Any], None], sampler: Any | None) -> None:
-        self.account = account
-        self.sampler = sampler
-        self.steps = 0
-        self.planned: int | None = None  # steps that the target ε was made for
-        self.target = 0.0
+    account: Callable[[Any], None]
+    sampler: Any | None
+    steps: int = 0
+    planned: int | None = None  # steps that the target ε was made for
+    target: float = 0.0
 
     def __call__(self, optimizer: Any) -> None:
         self.account(optimizer)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam, Optimizer
 
 from dpscope.errors import UserError
@@ -19,7 +19,7 @@ from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER,
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
-from dpscope.flash.ranks.distributed import refuse_several_processes
+from dpscope.flash.ranks.layout import refuse_several_processes
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import uncompiled
@@ -166,8 +166,8 @@ class DPFlashOptimizer(DPOptimizer):
         trained = self._begin()
         if self._skips():
             return None
-        if self._uses_fused_update():
-            self._fused_step(trained)
+        if (fused := self._fused_now()) is not None:
+            self._fused_step(fused, trained)
             return None
         self._refuse_adam_bc()
         self._privatise()
@@ -261,7 +261,10 @@ class DPFlashOptimizer(DPOptimizer):
             self._meet_ranks(skips=False)
         how = self._privatisation()
         if self.secure_mode:
-            self._add_secure_noise([total for _, total in sums], how)
+            with torch.no_grad():
+                for _, total in sums:
+                    noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
+                    total.add_(noise).mul_(how.grad_scale)
         else:
             privatise_gradients(self.original_optimizer, sums, how)
         # Parameters frozen since backward, or another optimizer's, have no noise: their sums stay here.
@@ -270,15 +273,14 @@ class DPFlashOptimizer(DPOptimizer):
     def scale_grad(self) -> None:
         """Do nothing: the sums are divided where the noise is added."""
 
-    def _uses_fused_update(self) -> bool:
-        if self._fused_update is None or self._fused is False or self.secure_mode:
-            return False
-        if not FusedUpdate.supports(self.original_optimizer):
-            return False
-        return bool(self._fused) or FusedUpdate.is_worthwhile(self.original_optimizer)
+    def _fused_now(self) -> FusedUpdate | None:
+        """Return the fused update if it is to do the step."""
+        if self._fused is False or self.secure_mode or not FusedUpdate.supports(self.original_optimizer):
+            return None
+        wanted = self._fused or FusedUpdate.is_worthwhile(self.original_optimizer)
+        return self._fused_update if wanted else None
 
-    def _fused_step(self, trained: list[nn.Parameter]) -> None:
-        assert self._fused_update is not None
+    def _fused_step(self, fused: FusedUpdate, trained: list[nn.Parameter]) -> None:
         running = self.engine.running_sums.get
         self.engine.running_sums.ignore_gradients()
         if self.engine.running_sums:  # of earlier micro-batches
@@ -287,29 +289,26 @@ class DPFlashOptimizer(DPOptimizer):
             sums = [total for p in summed if (total := running(p)) is not None]
             how = self._privatisation()
             self._account()
-            self._fused_update([SumBatch(summed, sums, None)], how)
+            fused([SumBatch(summed, sums, None)], how)
             self.engine.clear_gradients()
         else:
             stream = self.engine.factored_sums()
             how = self._privatisation()
             self._account()
-            self._fused_update(stream, how)
+            fused(stream, how)
 
     # -- the step inside a CUDA graph (graphed/) -----------------------------------------------------------------------
 
     def make_captured_update(self) -> CapturedUpdate | None:
         """Return what a graph needs to hold noise and update, too; None if they have to follow it."""
         served = all(p.is_contiguous() and p.dtype in TRITON_DTYPES for p in self.engine.parameters)
-        if not served or self.engine.clip.learns or not self._uses_fused_update():
-            return None
-        assert self._fused_update is not None
-        return self._fused_update.make_captured(next(iter(self.engine.parameters)).device)
+        fused = self._fused_now() if served and not self.engine.clip.learns else None
+        return None if fused is None else fused.make_captured(next(iter(self.engine.parameters)).device)
 
     def make_state(self) -> None:
         """Make the state of parameters that have taken no step, as the first step would. A graph cannot."""
-        if self._uses_fused_update():
-            assert self._fused_update is not None
-            self._fused_update.make_state()
+        if (fused := self._fused_now()) is not None:
+            fused.make_state()
 
     def next_ends_step(self, more: bool) -> bool:
         """Return whether the next micro-batch ends its logical batch. `more`: parts of its draw are to come."""
@@ -358,12 +357,6 @@ class DPFlashOptimizer(DPOptimizer):
             noise=self.noise,
             key=key,
         )
-
-    @torch.no_grad()
-    def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
-        for total in sums:
-            noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
-            total.add_(noise).mul_(how.grad_scale)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 

@@ -48,17 +48,20 @@ class TrainingState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         reshard(self.model)
         model, optimizer = get_state_dict(self.model, self.optimizer.original_optimizer)
-        accountant = self.privacy_engine.accountant.state_dict()
+        accountant, noise = self.privacy_engine.accountant.state_dict(), self.optimizer.noise.state()
         return {
             "model": model,
             "optimizer": optimizer,
             # One entry each: what torch.distributed.checkpoint finds in a dictionary has to be there when it loads.
             "accountant": json.dumps(accountant),
-            "noise": _as_text(self.optimizer.noise.state()),
+            "noise": "" if noise is None else json.dumps({name: tensor.tolist() for name, tensor in noise.items()}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        noise = _from_text(state_dict["noise"])
+        noise = json.loads(state_dict["noise"] or "null")
+        dtypes = {"generator": torch.uint8, "used": torch.int64}
+        for name in dtypes.keys() & (noise or {}).keys():
+            noise[name] = torch.tensor(noise[name], dtype=dtypes[name])
         self.optimizer.check_noise(noise, resume_noise=self.resume_noise)
         reshard(self.model)
         set_state_dict(
@@ -70,15 +73,3 @@ class TrainingState(Stateful):
         accountant = json.loads(state_dict["accountant"])
         accountant["history"] = [tuple(step) for step in accountant["history"]]
         self.privacy_engine.accountant.load_state_dict(accountant)
-
-
-def _as_text(noise: dict[str, Any] | None) -> str:
-    return "" if noise is None else json.dumps({name: tensor.tolist() for name, tensor in noise.items()})
-
-
-def _from_text(text: str) -> dict[str, Any] | None:
-    if not text:
-        return None
-    noise: dict[str, Any] = json.loads(text)
-    dtypes = {"generator": torch.uint8, "used": torch.int64}
-    return {name: torch.tensor(value, dtype=dtypes[name]) if name in dtypes else value for name, value in noise.items()}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.sentences import list_names
+from dpscope.units import list_names
 
 _ENDED = "another process has ended or cannot be reached; look for the first error of the others"
 _LATE = (

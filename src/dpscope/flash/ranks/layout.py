@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch.distributed
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpscope.errors import UserError
 from dpscope.flash.combinations import (
     DDP_OPTIONS,
+    MESHES,
     MODEL_PARALLEL,
     OFFLOADED,
     PART_OF_WORLD,
@@ -20,13 +22,12 @@ from dpscope.flash.combinations import (
     SHARDS_IN_DDP,
     WRAPPERS,
 )
-from dpscope.flash.ranks.distributed import is_initialised
 from dpscope.flash.torch_side.frames import original_of
+from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.flash.torch_side.torch_version import require_for_shards
 
 _REPLICATED = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel")
-_INSTEAD = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
 # Words in the names of mesh dimensions over which one sample is spread.
 _SAMPLE_DIMENSIONS = {"tp", "tensor", "cp", "context", "sp", "sequence", "pp", "pipeline"}
 
@@ -99,7 +100,10 @@ def layout_of(model: nn.Module) -> Layout | None:
     if wrapper is not None:
         _check_ddp(wrapper)
         return Layout(wrapper, module, None)
-    _refuse_outside_blocks(module, sharded)
+    outside = {id(parameter) for parameter, block in blocks(module) if block is None}
+    for name, parameter in sharded:
+        if id(parameter) in outside:
+            raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {MESHES}")
     require_for_shards()
     return Layout(None, module, _common_mesh(sharded))
 
@@ -134,20 +138,13 @@ def blocks(module: nn.Module, block: nn.Module | None = None) -> Iterator[tuple[
         yield from blocks(child, block)
 
 
-def _refuse_outside_blocks(module: nn.Module, sharded: list[tuple[str, nn.Parameter]]) -> None:
-    outside = {id(parameter) for parameter, block in blocks(module) if block is None}
-    for name, parameter in sharded:
-        if id(parameter) in outside:
-            raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {_INSTEAD}")
-
-
 def _check_ddp(wrapper: nn.Module) -> None:
     if not isinstance(wrapper, DistributedDataParallel):
         return  # Opacus's, which does nothing but broadcast at its beginning
     if wrapper.process_group.size() != dist.get_world_size():
         raise UserError(
             f"DistributedDataParallel runs over {wrapper.process_group.size()} of {dist.get_world_size()} processes, "
-            f"so others hold another part of each sample, or another model: {_INSTEAD}"
+            f"so others hold another part of each sample, or another model: {MESHES}"
         )
     for option in ("static_graph", "mixed_precision"):
         if getattr(wrapper, option, None):
@@ -159,7 +156,12 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
     mesh: Any = None
     for name, parameter in sharded:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        _check_placements(name, placements)
+        kinds = [type(placement).__name__ for placement in placements]
+        if kinds not in (["Shard"], ["Replicate", "Shard"]) or placements[-1].dim != 0:
+            raise UserError(
+                f"{name} is placed as {placements}, which is neither FSDP2's (Shard(0),) nor HSDP's (Replicate(), "
+                f"Shard(0)) (tensor parallelism, or a shard_placement_fn?): {MESHES}"
+            )
         if mesh.size() != dist.get_world_size():
             raise PART_OF_WORLD.error(name=name, size=mesh.size(), world=dist.get_world_size())
         for dimension in mesh.mesh_dim_names or ():
@@ -168,23 +170,10 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
         device = parameter.to_local().device  # type: ignore[attr-defined]
         if device.type != mesh.device_type:
             raise OFFLOADED.error(name=name, device=device, mesh=mesh.device_type)
-    _check_one_mesh(sharded, mesh)
+    for name, parameter in sharded:
+        if parameter.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise UserError(f"{name} and {sharded[-1][0]} are sharded over two different meshes: {MESHES}")
     return mesh
-
-
-def _check_placements(name: str, placements: Any) -> None:
-    kinds = [type(placement).__name__ for placement in placements]
-    if kinds not in (["Shard"], ["Replicate", "Shard"]) or placements[-1].dim != 0:
-        raise UserError(
-            f"{name} is placed as {placements}, which is neither FSDP2's (Shard(0),) nor HSDP's (Replicate(), "
-            f"Shard(0)) (tensor parallelism, or a shard_placement_fn?): {_INSTEAD}"
-        )
-
-
-def _check_one_mesh(sharded: list[tuple[str, nn.Parameter]], mesh: Any) -> None:
-    other: Iterator[str] = (name for name, p in sharded if p.device_mesh != mesh)  # type: ignore[attr-defined]
-    for name in other:
-        raise UserError(f"{name} and {sharded[-1][0]} are sharded over two different meshes: {_INSTEAD}")
 
 
 def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
@@ -193,3 +182,40 @@ def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
         inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]
         if inside:
             raise SAMPLED_SHARDS.error(name=name or "the model", kind=type(module).__name__, inside=inside[0])
+
+
+_SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
+
+
+def is_initialised() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def refuse_several_processes() -> None:
+    """Raise UserError if torch.distributed runs more than one process: each would add noise to its own model."""
+    if not is_initialised():
+        return
+    processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise UserError(
+            f"torch.distributed runs {processes} processes, and nothing spreads the model over them: gradients are not "
+            f"exchanged, so the models of the processes would drift apart; {_SPREAD_FIRST}"
+        )
+
+
+def refuse_ddp_forward() -> None:
+    """Raise UserError inside the forward of a DistributedDataParallel that wraps a private model."""
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise UserError(
+            "the private model is inside DistributedDataParallel, which exchanges gradients that were not clipped; "
+            f"{_SPREAD_FIRST}"
+        )
+
+
+class ReplicaTap(InstanceMethod):
+    """Replaces the method by which nn.DataParallel copies the model to another device."""
+
+    attribute = "_replicate_for_data_parallel"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise UserError("the private model is inside DataParallel, which copies it to other devices: call it directly")

@@ -1,8 +1,8 @@
 """A sharded model as a local module: forward passes without FSDP2's hooks, which would wait for other ranks.
 
-made_up_weights  for rehearsals. How often they run forward depends on the rank's own batch, so nothing may be gathered:
-                 parameters of the same shapes replace the sharded ones. Their values are pseudo-random, and overlap in
-                 memory: row i + 1 is row i moved on by a few elements.
+made_up_weights  for verification. How often it runs forward depends on the rank's own batch, so nothing may be
+                 gathered: parameters of the same shapes replace the sharded ones. Their values are pseudo-random, and
+                 overlap in memory: row i + 1 is row i moved on by a few elements.
 whole_weights    for checkpointed blocks that run again. All ranks gather the weights of a block, once for its forward
                  and backward, whether they run it or not.
 """
@@ -78,6 +78,7 @@ def made_up_weights(model: nn.Module) -> Iterator[None]:
                 kind = (parameter.shape, dtype or parameter.dtype, local(parameter).device, parameter.requires_grad)
                 if kind not in made:
                     made[kind] = nn.Parameter(made_up_weight(*kind[:3]), requires_grad=kind[3])
+                    made[kind].is_made_up = True  # type: ignore[attr-defined]
                 part._parameters[key] = made[kind]
 
     def follow(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -14,10 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
-from dpscope.flash.ranks.distributed import is_initialised
-from dpscope.flash.ranks.layout import Layout, blocks, is_fsdp, is_spread, layout_of, require_initialised
+from dpscope.flash.ranks.layout import (
+    Layout,
+    blocks,
+    is_fsdp,
+    is_initialised,
+    is_spread,
+    layout_of,
+    require_initialised,
+)
 from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
 from dpscope.flash.ranks.reduction import Reduction
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.frames import skip_frame, uncompiled
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
@@ -50,7 +58,7 @@ class Ranks:
         self._names = {parameter: name for name, parameter in self.module.named_parameters()}
         self._owners = dict(blocks(self.module))
         self._met = False  # to take the step that runs
-        self._rehearses = False
+        self._is_apart = False
 
     @property
     def module(self) -> nn.Module:
@@ -79,7 +87,7 @@ class Ranks:
 
         @uncompiled("flash clipping: ranks meet outside of graphs")
         def meet(module: nn.Module, args: Any) -> None:
-            if not self._rehearses:
+            if not self._is_apart:
                 kind = "" if torch.is_grad_enabled() else " without gradients"
                 self.control.meet(self._facts(f"run a forward pass{kind}"))
 
@@ -134,14 +142,11 @@ class Ranks:
         return [WrapperTap(wrapper)] if isinstance(wrapper, DistributedDataParallel) else []
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
         """Keep forward passes inside the block from communicating."""
-        before, self._rehearses = self._rehearses, True
-        try:
-            with nullcontext() if self.layout.mesh is None else made_up_weights(self.module):
-                yield
-        finally:
-            self._rehearses = before
+        local = nullcontext() if self.layout.mesh is None else made_up_weights(self.module)
+        with temporarily(self, _is_apart=True), local:
+            yield
 
 
 def _settings(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Forward passes of a model with an engine: how many samples they have, and whether rows are samples.
 
 The root's forward gives the number of samples. A layer is accepted if row b of its input is known to belong to sample
-b. The first time the root is called in some way, its forward is rehearsed to find that out.
+b. The first time the root is called in some way, that is verified.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
-from dpscope.flash.ranks.distributed import refuse_ddp_forward
-from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
+from dpscope.flash.ranks.layout import refuse_ddp_forward
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.sample_rows.rehearsal_run import Sampled
-from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy, Sampled
 from dpscope.flash.sample_rows.tried_call import RootCall
+from dpscope.flash.sample_rows.verification import UnknownCall, Verification
 from dpscope.flash.step.step_state import CLOSED, StepState
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of
+from dpscope.flash.torch_side.arguments import (
+    KEEP_BATCH_FIRST,
+    leaves_in,
+    make_up_sample,
+    replace_leaves,
+    rows_of,
+    without_rows,
+)
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.captures import own_capture, refuse_capture
 from dpscope.flash.torch_side.module_state import uncached_parametrizations
@@ -47,6 +52,11 @@ class SampledLayer(Sampled, Protocol):
         """Raise if x has no batch dimension."""
 
 
+class CallNotes(Protocol):
+    def call(self, tap: Any, x: Tensor) -> Any:
+        """Run a layer on x, and note its shapes."""
+
+
 class WatchedBlocks(Protocol):
     """Checkpointed blocks that are noted in forward passes."""
 
@@ -63,7 +73,7 @@ def refuse_unknown_rows(count: int) -> NoReturn:
 
 
 class ForwardPasses:
-    """Forward passes of a model: they open micro-batches, and are rehearsed and checked.
+    """Forward passes of a model: they open micro-batches, and are verified.
 
     `close` closes the micro-batch and adds its sums to those before it. `abandon` drops those of an open logical batch.
     `retap` taps some modules, or all, in the next way of the ladder.
@@ -73,7 +83,7 @@ class ForwardPasses:
         self,
         model: nn.Module,
         state: StepState,
-        rehearsals: RehearsedCalls,
+        verification: Verification,
         *,
         close: Callable[[], None],
         abandon: Callable[[], None],
@@ -93,7 +103,7 @@ class ForwardPasses:
         self.expects_padding = False  # batches come from a padded loader
         self._rows: Rows | None = None  # of the root's forward pass that runs
         self._retap = retap
-        self._rehearsals = rehearsals
+        self._verification = verification
         self._ranks = ranks
         self.refresh: Callable[[], bool] = bool  # of the attachment
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
@@ -101,6 +111,8 @@ class ForwardPasses:
         self._warned_of_others = False
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
+        self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
+        self.notes: CallNotes | None = None  # where layers note their calls in a pass without gradients
         self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward
@@ -108,7 +120,7 @@ class ForwardPasses:
     @property
     def can_begin_again(self) -> bool:
         """True if the root's forward runs for the first time, and may run again with other taps."""
-        return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
+        return self._depth > 0 and not self.runs_again()
 
     @contextmanager
     def trial(self) -> Iterator[list[UnknownCall]]:
@@ -131,7 +143,7 @@ class ForwardPasses:
         self.close_recorded()
         if self.state.leaves_out_rest(rows):
             self._abandon()
-        return not self.refresh() and self._rehearsals.schedule.count_replay()
+        return not self.refresh() and self._verification.schedule.count_replay()
 
     def close_recorded(self) -> None:
         """Close the micro-batch before a forward pass that follows a backward pass."""
@@ -151,9 +163,9 @@ class ForwardPasses:
         kwargs: dict[str, Any],
         compiled: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run the root's forward with gradients enabled. A new kind of call is rehearsed first.
+        """Run the root's forward with gradients enabled. A new kind of call is verified first.
 
-        compiled  what is called in its place; rehearsals call the forward
+        compiled  what is called in its place; verification calls the forward
         """
         if self._depth == 0:
             refuse_capture()
@@ -212,9 +224,9 @@ class ForwardPasses:
                 self.blocks.begin_micro_batch()
         self.state.open(call.batch, rows=self._rows, in_backward=again)
         if outermost and not again and own_capture() is None:
-            self._rehearsals.schedule.begin_pass()
+            self._verification.schedule.begin_pass()
             if self.refresh():
-                self._rehearsals.schedule.begin_again()
+                self._verification.schedule.begin_again()
                 return self.model.forward(*call.args, **call.kwargs)
         if not outermost or again:
             return self._run(call, outermost, again)
@@ -223,18 +235,13 @@ class ForwardPasses:
                 output = self._run(call, outermost, again)
             self._first_misfit = ""
             return output
-        except UserError as refusal:
-            followed = self._rehearsals.followed
-            if not followed or not self._retap((), str(refusal).partition(". ")[0]):
-                self._first_misfit = ""
-                raise
         except NotFollowed as end:
             self._first_misfit = self._first_misfit or str(end)  # the nearest to what the user wrote
             reason = str(end).partition(". ")[0]
             if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
                 first, self._first_misfit = self._first_misfit, ""
-                raise UserError(self._rehearsals.doubt or first) from None
-        self._rehearsals.schedule.begin_again()
+                raise UserError(self._verification.doubt or first) from None
+        self._verification.schedule.begin_again()
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
@@ -259,7 +266,7 @@ class ForwardPasses:
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         forward, args, kwargs, _, compiled = call
         above = self._budget.above
-        begun = self._rehearsals.begin(call) if outermost and not again else None
+        begun = self._verification.begin(call) if outermost and not again else None
         if begun is not None and begun.verified:
             self._budget.begin_again(above)
         self._depth += 1
@@ -274,14 +281,14 @@ class ForwardPasses:
             if outermost:
                 self._unknown = []
         if begun is not None:
-            self._rehearsals.end(begun, unknown, output)
+            self._verification.end(begun, unknown, output)
         elif outermost:
-            self._rehearsals.settle(unknown, call)
+            self._verification.settle(unknown, call)
         return output
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward with proxies in its output replaced by ordinary tensors."""
-        if not self._rehearsals.followed or self._depth:
+        if not self._verification.followed or self._depth:
             return forward
 
         def settled(*args: Any, **kwargs: Any) -> Any:
@@ -356,8 +363,8 @@ class ForwardPasses:
         return known
 
     def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
-        """Accept a call whose rows are known to be samples; record any other for a rehearsal after the forward."""
-        if self._rehearsals.run is not None or (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
+        """Accept a call whose rows are known to be samples; record any other, to be verified after the forward."""
+        if (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
         if self._depth:
             self._unknown.append(UnknownCall(tap, dim, shared))

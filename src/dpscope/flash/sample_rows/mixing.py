@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.proxy import NotFollowed
-from dpscope.flash.sample_rows.rehearsal_run import Buffers, ModelSnapshot, opened_gates
+from dpscope.flash.sample_rows.snapshots import Buffers, ModelSnapshot, opened_gates
 from dpscope.flash.sample_rows.tried_call import (
     PUT_BATCH_FIRST,
     RANDOM,
@@ -71,6 +71,7 @@ class Mixing(TriedCall):
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
         self._snapshot: ModelSnapshot | None = None
+        self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
@@ -92,8 +93,10 @@ class Mixing(TriedCall):
             self.batch == 1 or len(plain) < len(leaves) or any(read((leaf != leaf[:1]).any(), True) for leaf in plain)
         )
 
-    def _outputs(self, index: list[int] | None, seed: int | None, *, altered: bool = False) -> list[Tensor]:
-        output = self.run_on(index, self.alone(), seed=seed, altered=altered)
+    def _outputs(
+        self, index: list[int] | None, seed: int | None, *, altered: bool = False, loud: int | None = None
+    ) -> list[Tensor]:
+        output = self.run_on(index, self.alone(), seed=seed, altered=altered, loud=loud)
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
         if not self.wide:
             self._numel = max(self._numel, sum(each.numel() for each in found))
@@ -215,8 +218,10 @@ class Mixing(TriedCall):
         for place in places or [RANDOM.randrange(len(index))]:
             others = [row for row in range(self.batch) if row not in index]
             others = others or [row for row in index if row != index[place]]
+            self._is_loud = not self._is_loud
             with self._untouched():
-                after = self._outputs([*index[:place], RANDOM.choice(others), *index[place + 1 :]], seed)
+                changed = [*index[:place], RANDOM.choice(others), *index[place + 1 :]]
+                after = self._outputs(changed, seed, loud=place if self._is_loud else None)
             if [each.shape for each in before] != [each.shape for each in after]:
                 return
             kept = torch.tensor([row for row in range(len(index)) if row != place])
@@ -224,7 +229,36 @@ class Mixing(TriedCall):
                 dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
                 share = self._confirmed_share(output, first)
                 if dims and all(apart_from(first, second, dim, kept, share=share) for dim in dims):
-                    raise mixing_found(self.batch)
+                    raise UserError(
+                        f"samples mix{self._where(index, seed)}: in a batch of {self.batch}, what the model gives for "
+                        f"one sample changes with the others. {PUT_BATCH_FIRST}"
+                    )
+
+    def _where(self, index: list[int], seed: int | None) -> str:
+        """Return the first module whose output changes for other samples than a replaced one, as words."""
+        seen: list[list[tuple[str, Tensor]]] = []
+
+        def note(module: nn.Module, args: object, output: object) -> None:
+            seen[-1].extend((names[module], leaf.detach().clone()) for leaf in tensors_in(output))
+
+        names = {module: f"{name} ({type(module).__name__})" for name, module in self.model.named_modules() if name}
+        hooks = [module.register_forward_hook(note) for module in names]
+        try:
+            for rows in (index, [index[-1], *index[1:]]):
+                seen.append([])
+                with self._untouched():
+                    self._outputs(rows, seed)
+        except Exception:  # it cannot be told
+            return ""
+        finally:
+            for hook in hooks:
+                hook.remove()
+        kept = torch.arange(1, len(index))
+        for (name, first), (_, second) in zip(*seen, strict=False):
+            rows_there = first.dim() and first.shape[0] == len(index) and first.shape == second.shape
+            if rows_there and apart_from(first, second, 0, kept):
+                return f" in {name}"
+        return ""
 
     def _confirmed_share(self, output: int, found: Tensor) -> float | None:
         """Return by how much of its largest element an output may move in float64; None in the model's own dtype.
@@ -390,14 +424,6 @@ def replaced(batch: int, row: int) -> list[int]:
     index = list(range(batch))
     index[row] = 1 if row == 0 else row - 1
     return index
-
-
-def mixing_found(batch: int) -> UserError:
-    """Return the refusal of a model whose samples mix."""
-    return UserError(
-        f"in a batch of {batch} samples, what the model gives for one sample changes with the others: "
-        f"samples mix in its forward, so no sample has a gradient of its own. {PUT_BATCH_FIRST}"
-    )
 
 
 def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, share: float | None = None) -> bool:

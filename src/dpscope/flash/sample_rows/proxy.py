@@ -1,10 +1,25 @@
-"""Interface of the proxies for parameters that a module uses itself."""
+"""Interfaces of modules that are given samples, and of proxies for parameters that a module uses itself."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
+
+from dpscope.errors import UserError
+
+
+class Sampled(Protocol):
+    """A module whose input has a row for each sample (`known`), or one for all of them (`shared`).
+
+    Both hold the numbers of dimensions of x for which this is known.
+    """
+
+    name: str
+    module: nn.Module
+    known: set[int]
+    shared: set[int]
 
 
 class Proxy(Tensor):
@@ -42,12 +57,17 @@ class NotFollowed(BaseException):
         self.strays = strays
 
 
+class Unclipped(UserError):
+    """A parameter received an ordinary gradient, past all taps."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} received an ordinary, unclipped gradient: it is used outside the forward of its module, or "
+            "was unfrozen later. Call the module instead, or attach a new engine; other causes are in "
+            "docs/sharp-edges.md#unclipped-gradient"
+        )
+        self.name = name
+
+
 class Mismatch(NotFollowed):
-    """The taps of `modules` do something else than the modules do, as the self-test has found.
-
-    suspects  every module whose gradients are wrong, perhaps because of another one behind it
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], reason: str, *, suspects: Sequence[nn.Module] = ()) -> None:
-        super().__init__(modules, reason)
-        self.suspects = suspects
+    """The taps of `modules` do something else than the modules do, as the self-test has found."""

@@ -20,7 +20,7 @@ class LookSchedule:
         self.looks: list[int] = []  # passes at which the model was looked at again
         self._due = False
         self._paused = False
-        self._wanted = False  # a pass to be looked at was about to run in a graph
+        self._wanted = False  # a pass to be looked at was about to run in a graph, or empty
         self._random = random.Random()
 
     def begin_pass(self) -> None:
@@ -44,10 +44,13 @@ class LookSchedule:
         self.passes -= 1
 
     def is_due(self, batch: int) -> bool:
-        """Return whether the current pass is due for a check."""
+        """Return whether the current pass is due for a check. An empty batch shows nothing: the next pass is."""
         if not self._due or self._paused:
             return False
         self._due = False
+        if not batch:
+            self._wanted = True
+            return False
         even = (self.passes.bit_length() - 1) % 2 == 0
         return batch >= SMALL_BATCH or not even
 

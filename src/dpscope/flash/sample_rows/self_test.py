@@ -15,27 +15,38 @@ module is tapped in another way (layers/ladder.py), and the test is made again.
 Half of the samples are silent: their rows of u are zero, so their v_b are zero in any precision. Their weights are
 large on the side of the engine alone. Then the other half is silent, and what the engine has for it has to be zero.
 This also finds parameters with tiny gradients whose rows are not the samples, which rounding would hide in a sum.
+
+Where outputs have no row for each sample, or samples that run one by one draw other random numbers, one sample is
+replaced by another instead: the norms of the other samples' gradients have to stay what they were, for every parameter,
+and the sum of all v_b has to be autograd's gradient. The weights of a sharded model are elsewhere: its norms are
+compared with weights that are made up, and its sums are not.
+
+Outputs without rows, such as a loss, are asked the same way: do the norms of other samples' gradients stay what they
+were, and is a sample's gradient the same alone, or as many times larger as there are samples? Those that mix samples
+may be returned, but not trained on.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
-from dpscope.flash.sample_rows.rehearsal_run import opened_gates, untouched
-from dpscope.flash.sample_rows.tried_call import RootCall, is_coarse, slices
+from dpscope.flash.sample_rows.snapshots import opened_gates, untouched
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, is_coarse, slices
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.torch_side import dry_run
@@ -43,21 +54,38 @@ from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tenso
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
-from dpscope.random_states import cuda_devices, seed_all
+from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 # How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
 _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_OUTPUTS = 0.05
 _SUMS = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-4)}
 _HALF_SUMS = (0.15, 0.02)
+_PLAIN: Any = {"mean": False, "loss_scale": 1.0}
+# How far norms over all parameters may be apart, of the largest: in runs of one shape, and with fewer samples.
+_TOTALS = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 2e-2)}
+_HALF_TOTALS = (0.05, 0.15)
+_MOVED = (
+    "one sample's gradient of {name} changes with another sample (by {off} of its size): samples mix in the model. "
+    f"{PUT_BATCH_FIRST}"
+)
+_DIFFERENT = (
+    "the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {off} of its size). If a hook "
+    "or an autograd.Function mixes samples in backward, remove it"
+)
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
 
 
+OutputPlace = (
+    int | tuple[str, str]
+)  # of a tensor among the outputs, or the attribute of a module in which forward leaves it
 Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
 
 
 class Trials(Protocol):
+    samples_tried: int
+
     def trial(self) -> AbstractContextManager[list[Any]]: ...
 
 
@@ -105,18 +133,141 @@ class SelfTest:
         spread = torch.linspace(0.5, 1.5, len(rows), dtype=torch.float64)
         self.weights = torch.where(order % 2 == 0, spread[order], -spread[order])  # no two are alike
         self.first_half = order < -(-len(rows) // 2)
+        self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.has_rows = False  # whether an output has a row for each sample
+        self.places: list[OutputPlace] = []  # of outputs without rows
+        self.mixed: set[OutputPlace] = set()  # those of them that mix samples
+        self.draws = False  # whether the model draws random numbers
 
-    def run(self) -> bool:
-        """Raise NotFollowed for a module whose taps do not do what it does; UserError where nothing can be compared.
-
-        Return whether the test proves that rows of layers are the samples: there were outputs with rows to compare.
-        """
+    def run(self) -> None:
+        """Raise NotFollowed for a module whose taps do not do what it does."""
         names = self.engine.trained()
         if not names:
-            return True
+            return
         with opened_gates(names.values()):
-            return self._compare(names)
+            if not self._compare(names):
+                self.compare_rows()
+            self._find_mixed()
+
+    # -- one sample replaced -------------------------------------------------------------------------------------------
+
+    def compare_rows(self) -> None:
+        """Raise NotFollowed for a module whose per-sample gradients change with another sample."""
+        if len(self.rows) < 2 or dry_run.current() is not None:
+            return
+        before, order = self._row_norms(self.rows)
+        for place in (0, len(self.rows) - 1):
+            after, _ = self._row_norms(self._with_other(place))
+            bad = self._moved(before, after, place)
+            if bad:
+                named = {parameter: name for name, parameter in self.engine.trained().items()}
+                self._raise_for(bad, order, named, _MOVED)
+
+    def try_other_samples(self) -> None:
+        """Run the tapped model forward on other samples, for those who look at what changes with them."""
+        if self.call.batch < 2:
+            return
+        with untouched(self.model), self.engine.state.trial(len(self.rows)):
+            try:
+                self._forward(self.call.forward, (self.rows + 1) % self.call.batch)
+            except UserError:
+                raise
+            except (Exception, NotFollowed):
+                return
+
+    def _with_other(self, place: int) -> Tensor:
+        """Return the rows, the one at `place` replaced by another sample."""
+        rows = self.rows.clone()
+        others = [row for row in range(self.call.batch) if row not in rows.tolist()]
+        rows[place] = others[place % len(others)] if others else (rows[place] + 1) % self.call.batch
+        return rows
+
+    def _find_mixed(self) -> None:
+        """Find outputs without rows, such as a loss, whose gradient is no sum over samples."""
+        if len(self.rows) < 2 or not self.sampled or dry_run.current() is not None:
+            return
+        self.mixed = {place for place in self.places if self._mixes(place)}
+
+    def _mixes(self, place: OutputPlace) -> bool:
+        """Return whether a sample's gradient of this output depends on the others, or on their number."""
+        together = self._norms_of(place, self.rows)
+        if together is None:
+            return False
+        dtypes = {parameter.dtype for parameter in self.engine.trained().values()}
+        exact = _TOTALS.get(dtypes.pop(), _HALF_TOTALS) if len(dtypes) == 1 and not self.coarse else _HALF_TOTALS
+        same, other_size = (each * float(together.max()) for each in exact)
+        for replaced in (0, len(self.rows) // 2, len(self.rows) - 1):
+            other = self._norms_of(place, self._with_other(replaced))
+            kept = torch.arange(len(self.rows)) != replaced
+            if other is not None and bool(((together - other).abs()[kept] > same).any()):
+                return True
+        for row in () if self.draws else (0, len(self.rows) - 1):
+            alone = self._norms_of(place, self.rows[row : row + 1])
+            # The gradient of a sum is the same alone; that of a mean is as many times larger as there are samples.
+            apart = [] if alone is None else [abs(float(alone / n - together[row])) for n in (1, len(self.rows))]
+            if apart and min(apart) > other_size:
+                return True
+        return False
+
+    def _norms_of(self, place: OutputPlace, rows: Tensor) -> Tensor | None:
+        """Return the norms of the samples' gradients of one output, (B,), over all parameters; None if it fails."""
+        with untouched(self.model), self.engine.state.trial(len(rows)):
+            try:
+                output = self._run(self.call.forward, rows)[place]
+                gradients_of(output.sum(), [])
+            except (UserError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # a model that takes no single sample, say
+                return None
+            recorded = [(slot, parts) for slot, parts in self.engine.state.take_recorded() if parts]
+            if not recorded:
+                return None
+            with torch.no_grad(), no_autocast(output.device.type):
+                micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
+            self.engine.path_rules.close()
+            return micro.squared[0].sqrt().cpu()
+
+    def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+        """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass.
+
+        Cotangents are functions of an output's own elements, because their order may change with the samples.
+        """
+        with untouched(self.model), self.engine.state.trial(len(rows)):
+            outputs = self._forward(self.call.forward, rows)
+            if not outputs:
+                return {}, []
+            self.coarse = _rounds_inside(outputs)
+            terms = [out.sum() if out.numel() == 1 else (3 * out).sin().sum() for out in outputs]
+            total = sum(terms[1:], terms[0])
+            gradients_of(total, [])
+            recorded = self.engine.state.take_recorded()
+            norms: dict[nn.Parameter, Tensor] = {}
+            with torch.no_grad(), no_autocast(total.device.type):
+                for slot, parts in recorded:
+                    if parts:
+                        one = MicroBatch([(slot, parts)], rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
+                        norms[slot.parameter] = one.squared[0]
+            self.engine.path_rules.close()
+            return norms, [slot.parameter for slot, _ in recorded]
+
+    def _moved(
+        self, before: dict[nn.Parameter, Tensor], after: dict[nn.Parameter, Tensor], place: int
+    ) -> dict[nn.Parameter, float]:
+        """Return the parameters of which norms changed for samples that were not replaced, by more than rounding."""
+        bad = {}
+        kept = torch.tensor([row for row in range(len(self.rows)) if row != place])
+        whole = math.sqrt(sum(float(norms.max()) for norms in before.values() if bool(norms.isfinite().all())))
+        for parameter, norms in before.items():
+            if parameter not in after:
+                continue
+            was, now = (each[kept.to(each.device)].sqrt() for each in (norms, after[parameter]))
+            share, floor = self._tolerance(parameter)
+            off, size = float((was - now).abs().max()), float(norms.max().sqrt())
+            if math.isfinite(off) and off > share * size + floor * whole:
+                bad[parameter] = off / max(size, 1e-30)
+        return bad
+
+    # -- sums ----------------------------------------------------------------------------------------------------------
 
     def _compare(self, names: dict[str, nn.Parameter]) -> bool:
         versions = [parameter._version for parameter in names.values()]
@@ -135,17 +286,17 @@ class SelfTest:
         named = {parameter: name for name, parameter in names.items()}
         bad = self._bad_sums(norms) or leaking
         if bad:
-            self._raise_for(bad, order, named)
+            self._raise_for(bad, order, named, _DIFFERENT)
         if wrong:
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
 
     # -- the two runs --------------------------------------------------------------------------------------------------
 
-    def _arguments(self) -> tuple[Any, Any]:
+    def _arguments(self, rows: Tensor) -> tuple[Any, Any]:
         def chosen(leaf: Leaf) -> Leaf:
             if id(leaf) in self.sampled:
-                leaf = take(leaf, self.rows, self.sampled[id(leaf)])
+                leaf = take(leaf, rows, self.sampled[id(leaf)])
             if not isinstance(leaf, Tensor):
                 return leaf
             fresh = leaf.detach().clone()
@@ -154,20 +305,30 @@ class SelfTest:
         found: tuple[Any, Any] = replace_leaves((self.call.args, self.call.kwargs), chosen)
         return found
 
-    def _forward(self, forward: Callable[..., Any]) -> list[Tensor]:
-        """Return the outputs that have a gradient; notes their dimensions of samples."""
-        args, kwargs = self._arguments()
+    def _run(self, forward: Callable[..., Any], rows: Tensor | None = None) -> dict[OutputPlace, Tensor]:
+        """Run the model on these rows, or on others; return the outputs, and losses in attributes, with a gradient."""
+        args, kwargs = self._arguments(self.rows if rows is None else rows)
+        self.engine.forwards.samples_tried += rows is not None
         with torch.enable_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
-        found = list(enumerate(tensors_in(output)))
-        found = [(place, leaf) for place, leaf in found if leaf.requires_grad and leaf.is_floating_point()]
-        self.dims = [self._dim_of(place, leaf) for place, leaf in found]
-        return [leaf for _, leaf in found]
+        found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
+        found.update(((name, key), value) for name, key, value in losses_left_in(self.model))
+        return {place: leaf for place, leaf in found.items() if leaf.requires_grad and leaf.is_floating_point()}
+
+    def _forward(self, forward: Callable[..., Any], rows: Tensor | None = None) -> list[Tensor]:
+        """Return the outputs that have a gradient; note their dimensions of samples, and places without one."""
+        found = self._run(forward, rows)
+        dims = {place: self._dim_of(place, leaf) if isinstance(place, int) else None for place, leaf in found.items()}
+        self.dims = [dim for place, dim in dims.items() if isinstance(place, int)]
+        self.places = [place for place, dim in dims.items() if dim is None]
+        return [leaf for place, leaf in found.items() if isinstance(place, int)]
 
     def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
         """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
+        before = RandomStates.now(cuda_devices(self.model))
         outputs = self._forward(self.model.forward)
+        self.draws = not before.equals(RandomStates.now(cuda_devices(self.model)))
         if not outputs:
             return [], None
         self.has_rows = any(dim is not None for dim in self.dims)
@@ -189,15 +350,12 @@ class SelfTest:
         """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
-            raise Mismatch([self.model], "with taps the model gives outputs of other shapes than without")
+            raise Mismatch([], "with taps the model gives outputs of other shapes than without")
         wrong = self._differing(expected, outputs)
         expected.clear()
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
         if past:
-            owners = [
-                self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
-            ]
-            raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
+            raise self.stray(past)
         gradients_of(self._total(outputs, self.first_half, weighted=False), [])
         outputs.clear()
         recorded = self.engine.state.take_recorded()
@@ -230,7 +388,7 @@ class SelfTest:
         if not recorded:
             return
         with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
-            micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
+            micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
             scale = micro.clipping.scale
             micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
             del recorded
@@ -239,6 +397,12 @@ class SelfTest:
                     take(parameter, total)
                 del batch, total
         self.engine.path_rules.close()
+
+    def stray(self, parameters: Collection[nn.Parameter]) -> NotFollowed:
+        """Return the refusal of parameters that are used outside of the modules that own them."""
+        names = [name for name, parameter in self.engine.trained().items() if parameter in set(parameters)]
+        owners = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
+        return NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=parameters)
 
     # -- cotangents ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +451,7 @@ class SelfTest:
         for seed in (1, 2):
             with untouched(self.model), self.engine.without_taps(), torch.no_grad():
                 seed_all(seed, cuda_devices(self.model))
-                args, kwargs = self._arguments()
+                args, kwargs = self._arguments(self.rows)
                 runs.append(tensors_in(self.model.forward(*args, **kwargs)))
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
 
@@ -297,24 +461,41 @@ class SelfTest:
         whole = math.hypot(*(each for each in size if math.isfinite(each)))
         bad = {}
         for parameter, off, own in zip(norms, error, size, strict=True):
-            share, floor = _HALF_SUMS if self.coarse or is_coarse(parameter) else _SUMS.get(parameter.dtype, _HALF_SUMS)
+            share, floor = self._tolerance(parameter)
             if math.isfinite(own) and not off <= share * own + floor * whole:  # what is no number has no size
                 bad[parameter] = off / max(own, 1e-30)
         return bad
 
+    def _tolerance(self, parameter: nn.Parameter) -> tuple[float, float]:
+        """Return how far two ways to compute a gradient may be apart: of its size, and of that of all parameters."""
+        return _HALF_SUMS if self.coarse or is_coarse(parameter) else _SUMS.get(parameter.dtype, _HALF_SUMS)
+
     def _raise_for(
-        self, bad: dict[nn.Parameter, float], order: list[nn.Parameter], names: dict[nn.Parameter, str]
-    ) -> None:
-        """Name the parameter that backward reaches first: its error may propagate to all layers before it."""
+        self, bad: dict[nn.Parameter, float], order: list[nn.Parameter], names: dict[nn.Parameter, str], what: str
+    ) -> NoReturn:
+        """Name the parameter that backward reaches first: its error may propagate to all layers before it.
+
+        With its module goes the same module of other blocks, if its gradient is wrong, too.
+        """
         missed = [parameter for parameter in bad if parameter not in set(order)]
         first = missed[0] if missed else next(parameter for parameter in order if parameter in bad)
         name = names[first]
-        owner, *suspects = (self.model.get_submodule(names[each].rpartition(".")[0]) for each in (first, *bad))
-        reason = (
-            f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
-            "its size). If a hook or an autograd.Function mixes samples in backward, remove it"
-        )
-        raise Mismatch([owner], reason, suspects=suspects)
+        alike = [names[each] for each in (first, *bad) if _in_any_block(names[each]) == _in_any_block(name)]
+        owners = dict.fromkeys(self.model.get_submodule(each.rpartition(".")[0]) for each in alike)
+        raise Mismatch(list(owners), what.format(name=name, off=f"{bad[first]:.1e}"))
+
+
+def losses_left_in(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield tensors of one element, with a history, that a forward has left in attributes: an auxiliary loss."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None and value.numel() == 1:
+                yield name, key, value
+
+
+def _in_any_block(name: str) -> str:
+    """Return the name of a parameter without the numbers of blocks and experts."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:

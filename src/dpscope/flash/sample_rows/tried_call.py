@@ -23,6 +23,8 @@ PUT_BATCH_FIRST = (
 
 MOST_SHARE = 4
 """Of the batch, a quarter is looked at where all of it need not be."""
+LOUD = 16.0
+"""Factor of a sample that replaces another: one that only takes part if it is the largest is heard."""
 SLICE = 2**22
 """Elements of outputs that are compared at a time."""
 RANDOM = random.Random()
@@ -114,11 +116,13 @@ class TriedCall:
         running: AbstractContextManager[None],
         *,
         altered: bool = False,
+        loud: int | None = None,
         seed: int | None = None,
     ) -> Any:
         """Run the forward on the samples `index` (None: all, in order), inside `running`; return its output.
 
         altered  on other samples, made of them
+        loud     which of these samples is multiplied by a large number
         seed     of the random numbers that it draws; None: those of the step
         """
         rows = torch.tensor(range(self.batch) if index is None else index)
@@ -130,6 +134,8 @@ class TriedCall:
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
                 leaf = _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+                if loud is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    leaf.select(place, loud).mul_(LOUD)
             elif isinstance(leaf, Tensor):
                 leaf = leaf.clone()
             return leaf.double() if self.wide and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

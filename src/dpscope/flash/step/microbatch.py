@@ -1,4 +1,7 @@
-"""A closed micro-batch: contributions in, norms and factors, clipped sums out, one parameter at a time."""
+"""A closed micro-batch: contributions in, norms and factors, clipped sums out, one parameter at a time.
+
+Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay leaves a `CapturedBatch`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import combine, describe_combined
+from dpscope.flash.gradients.combination import RowGroups, combine_uses
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.grouped_kept import MOST, GroupedKept, is_small
-from dpscope.flash.gradients.norms import Factors, GroupedNorms, clip_factors
+from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, GroupedNorms, clip_factors, is_small
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.sample_sums import many_bias_sums
 from dpscope.flash.step.step_state import Recorded
+from dpscope.flash.torch_side.autocast import no_autocast
 
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
@@ -47,6 +50,41 @@ class SumBatch(NamedTuple):
     tensors: list[Tensor]
     factors: Tensor | None
 
+    def extend(self, other: SumBatch) -> None:
+        """Add sums that need no factors."""
+        self.parameters.extend(other.parameters)
+        self.tensors.extend(other.tensors)
+
+
+class CapturedBatch(NamedTuple):
+    """Tensors that each replay fills: clipped sums, norms, factors, dropped samples, and the clipping rule's count."""
+
+    sums: dict[nn.Parameter, Tensor]
+    norms: Tensor
+    factors: Tensor
+    dropped: Tensor
+    observed: Tensor | None
+
+
+class StaticInputs:
+    """Numbers of a replay that the host decides, in device memory: the bounds, and how many rows are samples."""
+
+    def __init__(self, clip: ClipRule, size: int, device: torch.device) -> None:
+        self._clip = clip
+        self._filled = list(clip.bounds)
+        self.bounds = torch.tensor(self._filled, dtype=torch.float64, device=device).unsqueeze(1)
+        self.real = torch.full((), size, dtype=torch.int64, device=device)
+
+    def fill(self, real: int) -> None:
+        """Write the numbers of the next replay. One number is written without waiting for the device."""
+        self.real.fill_(real)
+        if self._clip.bounds != self._filled:
+            self._filled = list(self._clip.bounds)
+            if len(self._filled) == 1:
+                self.bounds.fill_(self._filled[0])
+            else:
+                self.bounds.copy_(torch.tensor(self._filled, dtype=torch.float64).unsqueeze(1))
+
 
 class MicroBatch:
     """On construction norms and factors are computed, sums are not yet.
@@ -72,7 +110,7 @@ class MicroBatch:
         self.parameters = [slot.parameter for slot, _ in recorded]
         self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
         self._parts = [
-            tuple(contributions) if len(contributions) == 1 else _put_together(slot, contributions, rules)
+            tuple(contributions) if len(contributions) == 1 else combine_uses(slot, contributions, rules)
             for slot, contributions in recorded
         ]
         recorded.clear()  # what was put together need not outlive this
@@ -125,7 +163,9 @@ class MicroBatch:
         """Yield the clipped sums: see `sum_parts`."""
         if group_bytes is None:
             group_bytes = self._group_bytes(factored)
-        batch = self._sum_small(into)
+        device = self.clipping.scale.device.type
+        with no_autocast(device):
+            batch = self._sum_small(into)
         if batch is not None:
             yield batch
             del batch
@@ -133,7 +173,8 @@ class MicroBatch:
             batches = sum_parts(parameters, parts, scale, into=into, factored=factored, group_bytes=group_bytes)
             while True:
                 self._refuse_other_rounding()
-                batch = next(batches, None)
+                with no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
+                    batch = next(batches, None)
                 if batch is None:
                     break
                 yield batch
@@ -248,14 +289,6 @@ def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[i
     ]
     sums = kept_sums([part.inner.per_sample for part in held], scale) if held else []
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
-
-
-def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
-    """Combine all uses of one parameter."""
-    uses = len(contributions)
-    parts = combine(contributions, slot.parameter.dtype, rules)
-    describe_combined(slot, parts, uses)
-    return parts
 
 
 def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:

@@ -49,6 +49,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.padding.rows import Rows
+from dpscope.flash.torch_side.attributes import temporarily
 
 Recorded = list[tuple[Slot, list[Contribution]]]  # what a micro-batch's backward passes have left
 
@@ -191,14 +192,10 @@ class StepState:
         self._size = size
 
     @contextmanager
-    def rehearsing(self, size: int) -> Iterator[None]:
+    def expecting(self, size: int) -> Iterator[None]:
         """Expect forward passes of `size` samples inside the block; they leave nothing."""
-        before = self._micro_batch, self._size
-        self._micro_batch, self._size = OPENED, size
-        try:
+        with temporarily(self, _micro_batch=OPENED, _size=size):
             yield
-        finally:
-            self._micro_batch, self._size = before
 
     @contextmanager
     def trial(self, size: int) -> Iterator[None]:

@@ -9,7 +9,7 @@ The product is skipped only if
 - every operation after it, on the way to the block's outputs, is one whose backward reads no values; that is found in
   autograd's graph of a whole run, the first with samples of a shape;
 - no layer runs after it: x of every layer is then what it was. This is checked in each run, and inputs and gradients
-  of all layers are compared with those of the backward pass (block_fingerprints.py).
+  of all layers are compared with those of the backward pass (recomputation.py).
 """
 
 from __future__ import annotations

@@ -12,20 +12,19 @@ from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.row_groups import RowGroups
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.sample_rows.rehearsal_run import Run
-from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
+from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
-from dpscope.flash.torch_side.anchor import Anchor
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
+from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
@@ -41,7 +40,7 @@ class Engine(Protocol):
     model: nn.Module
     state: StepState
     forwards: ForwardPasses
-    rehearsals: RehearsedCalls
+    verification: Verification
     path_rules: PathRules
     clip: ClipRule
     groups: RowGroups
@@ -187,11 +186,6 @@ class TapOfSamples(EngineTap):
             return NotFollowed([self.module], reason, climb=True)
         return UserError(reason)
 
-    @property
-    def rehearsal(self) -> Run | None:
-        """The rehearsal's current forward pass, if there is one."""
-        return self.engine.rehearsals.run
-
 
 class LayerTap(TapOfSamples):
     """Base class of layer families: it runs a layer's forward and records its per-sample gradients in backward.
@@ -255,7 +249,8 @@ class LayerTap(TapOfSamples):
         if is_compiling():
             return self._call_in_graph(*args, **kwargs)
         if not is_grad_enabled():
-            return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
+            notes = self.engine.forwards.notes
+            return self.original(*args, **kwargs) if notes is None else notes.call(self, *args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, Proxy):
             x = x.samples(self.module)
@@ -318,25 +313,6 @@ class LayerTap(TapOfSamples):
             refuse_replaced(self, key)
         self.expected[index] = (key, parameter)
         return False
-
-    def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Run the layer for a rehearsal, which records its input and may change its output."""
-        run = self.rehearsal
-        assert run is not None
-        if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
-            return self.original(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        x = x.samples(self.module) if isinstance(x, Proxy) else x
-        blocks = self.blocks_in(x, run.batch)
-        if blocks is not None:
-            return self.rehearse(blocks).flatten(0, 1)
-        self.admit(x)
-        shared = x.shape[0] == 1 != run.batch
-        run.see(self, x, (0,), shared=shared)
-        with run.inside_layer():
-            output = self.call_original(x)
-        run.note_layer(self, x, output, shared=shared)
-        return run.answer(self, output, shared=shared)
 
     def call_original(self, x: Tensor) -> Any:
         """Return the module's own output for `x`. A family with fixed dimensions folds the rows of a sample back in."""

@@ -3,7 +3,7 @@
 Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
 takes, besides x, a capture leaf for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
 zeros of the right shape that nothing reads. Only their *gradients* are needed, and no compiler may drop a gradient. The
-node that made the capture leaves (capture_leaves.py) runs outside of the graph and receives them.
+node that made the capture leaves (compiled/regions.py) runs outside of the graph and receives them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Lists, tuples, dictionaries and what behaves like them, dataclasses, and any other object's attributes are opened;
 modules, functions and classes are not. A PackedSequence is one thing: its samples are not rows of a tensor.
+
+An empty draw, or a rank's empty share, also runs the model: FSDP2's collectives need every rank. Many models cannot
+take a batch of none (`x.view(len(x), -1, heads)` of no elements is ambiguous). So one sample of zeros is made up
+(`make_up_sample`). Its output is cut to no rows, and its gradients are dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ _PLAIN = (*_TELLING, torch.Generator, torch.Size)
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 Leaf = Tensor | PackedSequence
+ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 KEEP_BATCH_FIRST = (
     "flash clipping needs the batch as the first dimension of every layer's input; "
@@ -92,6 +97,26 @@ def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int,
         else:
             object.__setattr__(clone, key, new)  # a frozen dataclass is copied, too
     return clone
+
+
+def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall | None:
+    """Return the call with one sample of zeros if it has no samples; None if no tensor in it could hold one."""
+    empty = {id(leaf) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor) and leaf.shape[0] == 0}
+
+    def with_row(leaf: Leaf) -> Leaf:
+        return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and id(leaf) in empty else leaf
+
+    return replace_leaves((args, kwargs), with_row) if empty else None
+
+
+def without_rows(output: Any) -> Any:
+    """Remove the made-up sample from the model's output."""
+
+    def without_row(leaf: Leaf) -> Leaf:
+        # A copy: FSDP2's hooks do not hold on views.
+        return leaf[:0].clone() if isinstance(leaf, Tensor) and leaf.shape[0] == 1 else leaf
+
+    return replace_leaves(output, without_row)
 
 
 def _walk(value: Any, opened: set[int]) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dpscope.errors import UserError
+from dpscope.flash.torch_side.attributes import temporarily
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
@@ -32,12 +33,8 @@ _DEPTH = 4  # levels of nested containers that are searched
 @contextmanager
 def uncached_parametrizations() -> Iterator[None]:
     """Switch parametrize.cached() off inside the block: a weight made for one sample would be handed to others."""
-    enabled, cache = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
+    with temporarily(parametrize, _cache_enabled=0, _cache={}):
         yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = enabled, cache
 
 
 class ModuleState:
@@ -236,19 +233,19 @@ class BufferWatch:
 
     def changed(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
         """Return paths of buffers that changed since `before` was taken, and may depend on the samples."""
-        found = []
-        for (path, module, key), (buffer, version) in zip(self._places, before, strict=True):
-            replaced = module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
-            if path not in self.independent and (replaced or (buffer is not None and buffer._version != version)):
-                found.append(path)
-        return found
+        replaced = self.replaced(before)
+        return [
+            path
+            for (path, _, _), (buffer, version) in zip(self._places, before, strict=True)
+            if path not in self.independent
+            and (path in replaced or (buffer is not None and buffer._version != version))
+        ]
 
     def replaced(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
         """Return paths of saved buffers that are other tensors than when `before` was taken."""
-        both = zip(self._places, before, strict=True)
         return [
             path
-            for (path, module, key), (buffer, _) in both
+            for (path, module, key), (buffer, _) in zip(self._places, before, strict=True)
             if module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
         ]
 

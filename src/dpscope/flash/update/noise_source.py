@@ -156,7 +156,7 @@ class NoiseSource:
     def take_over(self, state: dict[str, Any]) -> None:
         """Remember the keys of a saved run; refuse a generator that would draw one of them next."""
         self.used.update(_saved_digests(state))
-        if self.generator is not None and _next_key(self.generator) in self.used:
+        if self.generator is not None and _draw_from(self.generator.clone_state()) in self.used:  # its next key
             raise UserError(
                 f"the noise generator stands where that of the saved run stood, and would add its noise again: {_GO_ON}"
             )
@@ -170,11 +170,6 @@ def _draw_from(generator: torch.Generator) -> Key:
     offset = generator.get_offset()
     generator.set_offset(offset + 4)
     return generator.initial_seed(), offset
-
-
-def _next_key(generator: torch.Generator) -> Key:
-    """Return the key that the generator would draw next, without advancing it."""
-    return _draw_from(generator.clone_state())
 
 
 def _saved_digests(state: dict[str, Any]) -> list[int]:

@@ -7,7 +7,7 @@ the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -23,9 +23,8 @@ from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.shards import local_parts
-from dpscope.flash.update.captured_update import CapturedUpdate, Numbers
+from dpscope.flash.update.captured_update import CapturedUpdate, Numbers, StepCounts
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource
-from dpscope.flash.update.step_counts import StepCounts
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
 PIECE_BYTES = 2**30
@@ -156,38 +155,36 @@ _Kind = tuple[int, bool]  # of a parameter: its group's id, and whether its sum 
 _IS_TRAINED = attrgetter("requires_grad")
 
 
+def _split(values: Sequence[_Value], *columns: list[Any]) -> Iterator[tuple[_Value, Sequence[list[Any]]]]:
+    """Yield each value with its part of the columns. Usually all values are equal."""
+    if len(set(values)) == 1:
+        yield values[0], columns
+        return
+    for value in dict.fromkeys(values):
+        chosen = [each == value for each in values]
+        yield value, [list(compress(column, chosen)) for column in columns]
+
+
 def _collect(
     batch: SumBatch, group_of: Mapping[int, _Group], starts: Mapping[int, int], pieces: dict[_Kind, _Piece]
 ) -> int:
-    """Add the batch to the sums that wait for an update. Return how many bytes its sums take, or will take."""
-    waiting = 0
-    for group, (parameters, sums, factors) in _by_group(batch, group_of):
-        kind = (id(group), factors is None)
-        if kind not in pieces:
-            pieces[kind] = _Piece(group, factors)
-        piece = pieces[kind]
+    """Add the batch to the sums that wait for an update. Return how many bytes its sums take, or will take.
+
+    Parameters of other optimizers, or frozen since backward, are left out.
+    """
+    waiting, factors = 0, batch.factors
+    owners = [id(p) if p.requires_grad and id(p) in group_of else None for p in batch.parameters]
+    numbers = [None if owner is None else id(group_of[owner]) for owner in owners]
+    for number, (parameters, sums) in _split(numbers, batch.parameters, batch.tensors):
+        if number is None:
+            continue
+        piece = pieces.setdefault((number, factors is None), _Piece(group_of[id(parameters[0])], factors))
         piece.parameters += parameters
         piece.sums += sums
         piece.starts += map(starts.__getitem__, map(id, parameters))
         # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
         waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
     return waiting
-
-
-def _by_group(batch: SumBatch, group_of: Mapping[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
-    """Split the batch by the optimizer's groups, without parameters of others or frozen since backward."""
-    parameters, sums, factors = batch
-    groups = list(map(group_of.get, map(id, parameters)))
-    first = groups[0]
-    if first is not None and len(set(map(id, groups))) == 1 and all(map(_IS_TRAINED, parameters)):  # as a rule
-        return [(first, batch)]
-    found: dict[int, tuple[_Group, SumBatch]] = {}
-    for parameter, total, group in zip(parameters, sums, groups, strict=True):
-        if group is not None and parameter.requires_grad:
-            of_group = found.setdefault(id(group), (group, SumBatch([], [], factors)))[1]
-            of_group.parameters.append(parameter)
-            of_group.tensors.append(total)
-    return found.values()
 
 
 @dataclass
@@ -200,20 +197,14 @@ class _Piece:
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
 
-    def by_value(
+    def split(
         self, values: Sequence[_Value], states: list[list[Tensor]]
-    ) -> Iterable[tuple[_Value, _Piece, list[list[Tensor]]]]:
-        """Split the piece and the columns of its states by equal values. Usually all values are equal."""
-        if len(set(values)) == 1:
-            return [(values[0], self, states)]
-        return [(value, *self._chosen([each == value for each in values], states)) for value in dict.fromkeys(values)]
-
-    def _chosen(self, chosen: list[bool], states: list[list[Tensor]]) -> tuple[_Piece, list[list[Tensor]]]:
-        piece = _Piece(self.group, self.factors)
-        piece.parameters += compress(self.parameters, chosen)
-        piece.sums += compress(self.sums, chosen)
-        piece.starts += compress(self.starts, chosen)
-        return piece, [list(compress(column, chosen)) for column in states]
+    ) -> Iterator[tuple[_Value, _Piece, Sequence[list[Tensor]]]]:
+        """Split the piece and the columns of its states by equal values."""
+        for value, (parameters, sums, starts, *columns) in _split(
+            values, self.parameters, self.sums, self.starts, *states
+        ):
+            yield value, _Piece(self.group, self.factors, parameters, sums, starts), columns
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
@@ -262,7 +253,7 @@ def _sgd(piece: _Piece, step: _Step) -> None:
     def numbers(_: int, privacy: dict[str, Any]) -> list[float]:
         return sgd_numbers(**options(), **privacy)
 
-    for first, part, columns in piece.by_value(fresh, buffers):
+    for first, part, columns in piece.split(fresh, buffers):
         fused_sgd_(
             local_parts(part.parameters),
             part.sums,
@@ -288,7 +279,7 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
         return adam_numbers(step=count, **options(), **privacy)
 
     states = _state_columns(piece, step.state_of, _moments(group))
-    for count, part, (counters, *columns) in piece.by_value(step.counts.next_values(states[0]), states):
+    for count, part, (counters, *columns) in piece.split(step.counts.next_values(states[0]), states):
         step.advance(counters, count)
         exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
         fused_adam_(

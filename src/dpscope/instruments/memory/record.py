@@ -1,13 +1,144 @@
-"""The tracker's record: every storage from birth to death, and the events of their lives in order."""
+"""The tracker's record: every storage from birth to death, and who asked for it.
+
+Python is not on the stack while autograd's engine runs a node, but the node has a number. The line that made the node
+was noted in the forward pass, and hooks around every module's forward note the number at which it begins and ends.
+"""
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from dpscope.instruments.memory.code_lines import CodeLine
+from dpscope.instruments.module_hooks import module_hooks
+from dpscope.places import shorten_path
+
+_PASS_ON = ("torch", "dpscope.instruments", "dpscope.forecast")  # packages whose frames only pass a request on
+_FLASH = ("dpscope.flash",)
+# Its modules that stand in for a layer's forward: what they make there was asked for by the line that calls the layer.
+_STAND_IN = tuple(
+    f"{_FLASH[0]}.{name}"
+    for name in ("taps.taps", "taps.traced", "layers", "torch_side.autocast", "torch_side.saved_tensors")
+)
+_ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
+
+
+class CodeLine(NamedTuple):
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{shorten_path(self.file)}:{self.number} {self.function}"
+
+
+class Asker(NamedTuple):
+    """Origin of a tensor. `line` is None if autograd's engine made it without a known line."""
+
+    code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
+    line: CodeLine | None
+    function: CodeType | None = None  # the same
+
+
+def find_asker(frame: FrameType | None) -> Asker:
+    code, function, line, is_settled = "", None, None, False
+    while frame is not None and not (is_settled and function):
+        module: str = frame.f_globals.get("__name__", "")
+        name = frame.f_code.co_name
+        if not _is_in(module, _PASS_ON):
+            stands_in = _is_in(module, _STAND_IN)
+            if not is_settled and (line is None or not (stands_in or _is_in(module, _FLASH))):
+                line = CodeLine(frame.f_code.co_filename, frame.f_lineno, name)
+            is_settled = is_settled or not stands_in
+            if function is None and not name.startswith("<"):
+                code, function = f"{module}:{name}", frame.f_code
+        elif (module, name) == _ENGINE:
+            is_settled = True
+        frame = frame.f_back
+    return Asker(code, line, function)
+
+
+@cache
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+class ForwardLines:
+    """Autograd's nodes by number, with the line that made each."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, CodeLine] = {}
+        self._next = _next_number()  # when it was last looked at
+
+    def note(self) -> None:
+        """Record the line of a node that was just made. Call it in every operator of a forward pass."""
+        number = _next_number()
+        if number > self._next:
+            line = find_asker(sys._getframe(1)).line
+            if line is not None:
+                self._lines.update(dict.fromkeys(range(self._next, number), line))
+            self._next = number
+
+    def current(self) -> CodeLine | None:
+        """Return the line whose node the engine runs now; None for nodes that no line made, such as sums."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else self._lines.get(node._sequence_nr())
+
+
+def _next_number() -> int:
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+class ModulePaths:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._running: list[str] = []  # the forwards that are running, outermost first
+        self._numbers: list[int] = []  # autograd's number, and
+        self._modules: list[str] = []  # the module whose forward runs from there on
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        # Always: checkpointing leaves forwards by an exception on purpose.
+        with module_hooks(self._model, before=self._enter, after=self._leave, always=True):
+            yield
+
+    def current(self) -> str:
+        """Return the module that the calling thread's operator works for; empty if none."""
+        if self._running:
+            return self._running[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        place = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._modules[place] if place >= 0 else ""
+
+    def _enter(self, path: str) -> None:
+        self._running.append(path)
+        self._note()
+
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        if not in_backward():  # a forward that runs again does not make the nodes that will run
+            self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._modules.append(self._running[-1] if self._running else "")
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
 
 BEFORE_STEP = ""  # the operator of a storage that was there before the step
 OUTSIDE_PHASES = "step"  # the phase of what happens outside every phase

@@ -20,8 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
-from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
-from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
 from dpscope.instruments.memory.record import (
     BEFORE_STEP,
     BORN,
@@ -29,9 +27,14 @@ from dpscope.instruments.memory.record import (
     OUTSIDE_PHASES,
     RELEASED,
     RESIZED,
+    Asker,
     Birth,
+    ForwardLines,
     Life,
+    ModulePaths,
     Record,
+    find_asker,
+    in_backward,
 )
 from dpscope.instruments.timing import Step
 from dpscope.vocabulary.components import ACTIVATION_HOOKS

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dpscope.errors import UserError
 from dpscope.instruments.memory.record import BEFORE_STEP, DIED, OUTSIDE_PHASES, RELEASED, Birth, Life, Record
 from dpscope.instruments.memory.tracker import Holding
-from dpscope.results.memory import require_conserved, thin
+from dpscope.results.derived import require_conserved, thin
 from dpscope.results.payloads.memory import (
     OTHER_MODULES,
     ModuleAtPeak,
@@ -29,7 +29,6 @@ from dpscope.results.payloads.memory import (
     TimelinePayload,
     TimelinePhase,
 )
-from dpscope.vocabulary.allocations import component_of
 from dpscope.vocabulary.components import (
     ACTIVATION_HOOKS,
     ACTIVATIONS,
@@ -40,6 +39,7 @@ from dpscope.vocabulary.components import (
     TEMP_MATRICES,
     UNATTRIBUTED,
 )
+from dpscope.vocabulary.phases import component_of
 
 Belonging = tuple[str, str]  # a storage's component until autograd lets go of it for the last time, and after
 
@@ -141,8 +141,10 @@ class MemoryUse:
 
     def timeline(self, limit: int = 1500) -> TimelinePayload:
         """Return at most `limit` points: the peak, both sides of every phase's ends, and highs and lows in between."""
-        first = self.record.start
-        chosen = self._chosen(limit)
+        first, end = self.record.start, len(self.points)
+        edges = {at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)}
+        kept = {0, end - first - 1, self.peak - first, *(edge for edge in edges if 0 <= edge < end - first)}
+        chosen = [first + event for event in thin(self.totals[first:], kept, limit)]
         return {
             "unit": "bytes",
             "event": "births, deaths and resizes of storages, autograd letting go of one; 0: the step begins",
@@ -151,12 +153,6 @@ class MemoryUse:
             "phases": self.phases(),
             "peak": chosen.index(self.peak),
         }
-
-    def _chosen(self, limit: int) -> list[int]:
-        first, end = self.record.start, len(self.points)
-        edges = {at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)}
-        kept = {0, end - first - 1, self.peak - first, *(edge for edge in edges if 0 <= edge < end - first)}
-        return [first + event for event in thin(self.totals[first:], kept, limit)]
 
 
 def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> TensorAtPeak:

@@ -15,8 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
-from dpscope.instruments.nsight import ask, find_remedy, find_version, newest, unknown_option
-from dpscope.instruments.processes import FinishedCommand, OnLine, run_limited
+from dpscope.instruments.processes import (
+    FinishedCommand,
+    OnLine,
+    ask,
+    find_remedy,
+    find_version,
+    newest,
+    run_limited,
+    unknown_option,
+)
 from dpscope.units import format_duration
 
 # Where installers put it when it is not on the PATH.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.instruments.ncu.running import find_ncu
-from dpscope.instruments.nsight import ask, find_version, newest
+from dpscope.instruments.processes import ask, find_version, newest
 from dpscope.vocabulary.instruments import INSTRUMENTS
 
 # Where installers put it when it is not on the PATH. Nsight Compute brings an nsys of its own.

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from dpscope.instruments.families import short_kernel_name
 from dpscope.instruments.nsys.reading import KERNEL, MEMCPY, MEMSET, Activity, Call, CapturedTimeline, Range
-from dpscope.results.payloads.nsys import CapturedGpu, CapturedPhase, IdleGap, Named, NsysPayload, Total
+from dpscope.results.payloads.trace import CapturedGpu, CapturedPhase, IdleGap, Named, NsysPayload, Total
 from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES, STEP
+
+if TYPE_CHECKING:
+    pass
+
 
 KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
 KEPT_GAPS = 10
@@ -22,7 +27,9 @@ KEPT_GAPS = 10
 
 def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
     """Return milliseconds, calls and bytes of an average step; of the whole capture if no range marks a step."""
-    ranges = phase_ranges(timeline.ranges)
+    # On the threads that run steps; a library's own `forward` elsewhere is ignored.
+    threads = {r.thread for r in timeline.ranges if r.name == STEP} or {r.thread for r in timeline.ranges}
+    ranges = [r for r in timeline.ranges if r.name in (STEP, *PHASES) and r.thread in threads]
     steps = sum(r.name == STEP for r in ranges)
     average = StepAverage(steps or 1)
     launches = _launches(timeline)
@@ -71,12 +78,6 @@ class StepAverage:
         if rest := names[KEPT_NAMES:]:
             listed.append({"name": f"{len(rest)} others", **self.total([e for name in rest for e in groups[name]])})
         return listed
-
-
-def phase_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """Return the steps and phases on the threads that run steps; a library's own `forward` elsewhere is ignored."""
-    threads = {r.thread for r in ranges if r.name == STEP} or {r.thread for r in ranges}
-    return [r for r in ranges if r.name in (STEP, *PHASES) and r.thread in threads]
 
 
 def _launches(timeline: CapturedTimeline) -> dict[tuple[int, int] | None, Call]:

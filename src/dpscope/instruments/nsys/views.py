@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.nsys.reading import KERNEL, MEMCPY, CapturedTimeline
@@ -47,13 +47,15 @@ def gpu_timeline(timeline: CapturedTimeline) -> DataFrame:
 
 def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
     """Return the host's CUDA calls by name: number, total time, and whether they wait for the GPU."""
+    calls = ({"call": c.name, "waits": is_waiting(c.name), "ms": (c.end - c.start) / 1e6} for c in timeline.calls)
+    return _by_time(calls, "call", "waits")
+
+
+def _by_time(rows: Iterable[dict[str, Any]], *keys: str) -> DataFrame:
+    """Add up calls and milliseconds, the longest first."""
     import pandas as pd
 
-    calls = pd.DataFrame(
-        {"call": call.name, "ms": (call.end - call.start) / 1e6, "waits": is_waiting(call.name)}
-        for call in timeline.calls
-    )
-    grouped = calls.groupby(["call", "waits"], as_index=False).agg(calls=("ms", "size"), ms=("ms", "sum"))
+    grouped = pd.DataFrame(rows).groupby(list(keys), as_index=False).agg(calls=("ms", "size"), ms=("ms", "sum"))
     return grouped.sort_values("ms", ascending=False, ignore_index=True)
 
 
@@ -91,7 +93,7 @@ def link(timeline: CapturedTimeline) -> DataFrame:
     rows = pd.DataFrame(
         {
             "direction": [a.name for a in copies],
-            "host_memory": [host_memory_of(a.name, pageable=a.pageable) for a in copies],
+            "host_memory": ["none" if "Host" not in a.name else "pageable" if a.pageable else "pinned" for a in copies],
             "bytes": [a.bytes for a in copies],
             "ms": [(a.end - a.start) / 1e6 for a in copies],
         }
@@ -102,27 +104,13 @@ def link(timeline: CapturedTimeline) -> DataFrame:
     return grouped.assign(gb_per_second=grouped["bytes"] / grouped["ms"] / 1e6)
 
 
-def host_memory_of(direction: str, *, pageable: bool) -> str:
-    if "Host" not in direction:
-        return "none"
-    return "pageable" if pageable else "pinned"
-
-
 def libraries(timeline: CapturedTimeline) -> DataFrame:
     """Return the kernels by the library they come from and by family: calls and milliseconds."""
-    import pandas as pd
-
-    rows = pd.DataFrame(
-        {
-            "library": library_of(a.name),
-            "family": kernel_family(a.name),
-            "ms": (a.end - a.start) / 1e6,
-        }
-        for a in timeline.activities
-        if a.kind == KERNEL
+    kernels = [a for a in timeline.activities if a.kind == KERNEL]
+    rows = (
+        {"library": library_of(a.name), "family": kernel_family(a.name), "ms": (a.end - a.start) / 1e6} for a in kernels
     )
-    grouped = rows.groupby(["library", "family"], as_index=False).agg(calls=("ms", "size"), ms=("ms", "sum"))
-    return grouped.sort_values("ms", ascending=False, ignore_index=True)
+    return _by_time(rows, "library", "family")
 
 
 def library_of(kernel: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import profile
 
 from dpscope.errors import UserError
-from dpscope.instruments.trace.chrome import trace_from_profiler
+from dpscope.instruments.trace.capture import trace_from_profiler
 from dpscope.instruments.trace.events import OPERATOR, Event, Trace, read_trace
 
 if TYPE_CHECKING:
@@ -104,16 +104,12 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
     counts = dict.fromkeys(("calls", *BYTE_COLUMNS), "int64")
     table = pd.DataFrame(rows, columns=[*keys, "calls", *DEVICE_COLUMNS, *CPU_COLUMNS, *BYTE_COLUMNS]).fillna(0)
     table = table.groupby(keys, sort=False, as_index=False).sum().astype(counts)
-    return table.drop(columns=_unrecorded_columns(trace, by_shape=by_shape))
-
-
-def _unrecorded_columns(trace: Trace, *, by_shape: bool) -> list[str]:
     columns = [] if by_shape else ["input_shapes"]
     if not trace.on_gpu:
         columns += [*DEVICE_COLUMNS, "self_gpu_bytes"]
     if by_shape or not trace.memory:
         columns += BYTE_COLUMNS
-    return list(dict.fromkeys(columns))
+    return table.drop(columns=list(dict.fromkeys(columns)))
 
 
 def _shape(event: Event) -> str:

@@ -16,8 +16,7 @@ from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row, grouped, worth_a_column
-from dpscope.results.environments import ENVIRONMENT
-from dpscope.results.identity import hashable, step_in_words
+from dpscope.results.identity import ENVIRONMENT, hashable, step_in_words
 from dpscope.results.store import Skipped
 from dpscope.units import MISSING, format_bytes
 from dpscope.vocabulary.settings import COMPARED, EVERYWHERE, SETTINGS

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from dpscope.reports.doubt import FEW, FEWEST_STEPS, NO_SPREAD, REASONS, marked
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import FEW, FEWEST_STEPS, NO_SPREAD, REASONS, Row, marked
 from dpscope.reports.traffic.data import marked_estimate, traffic_of
 from dpscope.results.payloads.ncu import ESTIMATE
 from dpscope.units import format_bytes, format_ms, format_ratio, format_traffic

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from dpscope.reports.figures.style import byte_unit, not_drawn
-from dpscope.reports.memory import data
+from dpscope.reports.drawing import byte_unit, not_drawn
+from dpscope.reports.looks import colour_of, is_dark, phase_colour
+from dpscope.reports.memory import text
 from dpscope.reports.memory.text import TRIFLE, signed
 from dpscope.reports.page.chart import Table, View, chart_by_size
-from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
-from dpscope.results.memory import Timeline, maker_of, place_of, shape_in_words
+from dpscope.results.derived import Timeline, maker_of, place_of, shape_in_words
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named
@@ -53,11 +53,11 @@ def _without(reasons: Sequence[tuple[Row, str]]) -> str:
 )
 def memory_peak(rows: Sequence[Row]) -> View | None:
     """Return the bars of each peak by component."""
-    described = data.described_of(rows)
+    described = text.described_of(rows)
     if not described:
         return None
-    keys = data.present(composition.components for composition in described.values())
-    standard = data.standard_of(described)
+    keys = text.present(composition.components for composition in described.values())
+    standard = text.standard_of(described)
     bars: list[dict[str, Any]] = [
         {
             **{"method": row.method, "maker": each.maker, "total": each.total, "ratio": each.ratio_to(standard)},
@@ -76,7 +76,7 @@ def memory_peak(rows: Sequence[Row]) -> View | None:
             named = f" ({format_ratio(ratio)}{above_all})"
         told.append(f"{row.method} holds {format_bytes(each.total)}{named}")
     return View(
-        says=f"At the peak {', '.join(told)}.{_without(data.undescribed(rows))}",
+        says=f"At the peak {', '.join(told)}.{_without(text.undescribed(rows))}",
         data={
             "components": [*map(look_of, keys)],
             "bars": bars,
@@ -103,7 +103,7 @@ def memory_peak(rows: Sequence[Row]) -> View | None:
 )
 def tensors_at_peak(rows: Sequence[Row]) -> View | None:
     """Return the largest tensors at each peak."""
-    known = [(row.method, tensors) for row in rows if (tensors := data.tensors_of(row))]
+    known = [(row.method, tensors) for row in rows if (tensors := text.tensors_of(row))]
     if not known:
         return None
     panels = [{"method": method, "bars": [*map(_bar, tensors["largest"][:BARS_DRAWN])]} for method, tensors in known]
@@ -158,13 +158,13 @@ def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
 )
 def memory_timeline(rows: Sequence[Row]) -> View | None:
     """Return the live bytes of each method over a step."""
-    timelines = [(row, timeline) for row in rows if (timeline := data.timeline_of(row))]
+    timelines = [(row, timeline) for row in rows if (timeline := text.timeline_of(row))]
     if not timelines:
         return None
     drawn = timelines[:PANELS]
-    missing = [(row, row.why_none("no timeline was measured")) for row in rows if not data.timeline_of(row)]
+    missing = [(row, row.why_none("no timeline was measured")) for row in rows if not text.timeline_of(row)]
     missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
-    keys = data.present(timeline.highest for _, timeline in drawn)
+    keys = text.present(timeline.highest for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     told = [
         f"in {row.method} at {format_bytes(each.totals[each.peak])} ({each.peak_phase or BETWEEN_PHASES})"
@@ -187,7 +187,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
 
 def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
     """Return events and levels as differences between moments: most are 0, which keeps the page small."""
-    kept, at, composition = timeline.moments(MOMENTS), timeline.peak, data.composition_of(row)
+    kept, at, composition = timeline.moments(MOMENTS), timeline.peak, text.composition_of(row)
     return {
         "method": row.method,
         "maker": composition.maker if composition else None,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.figures import style
-from dpscope.reports.figures.bars import BarPanel, draw_bars, filled
-from dpscope.reports.figures.points import box_of, in_figure
-from dpscope.reports.memory import data
+from dpscope.reports import drawing
+from dpscope.reports.drawing import BarPanel, box_of, draw_bars, filled, in_figure
+from dpscope.reports.looks import colour_of, shorten
 from dpscope.reports.memory.charts import memory_peak
+from dpscope.reports.memory.text import composition_of, present, snapshots_of, timeline_of, undescribed
 from dpscope.reports.output import figure_output
-from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
-from dpscope.reports.words import shorten
-from dpscope.results.memory import PhaseSpan, Timeline
+from dpscope.results.derived import PhaseSpan, Timeline
 from dpscope.units import three_digits
 from dpscope.vocabulary.components import component_named
 
@@ -40,14 +38,18 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     shown = chart.views[0].data
     looks = {each["label"]: filled(each["colour"], each["hatched"]) for each in shown["components"]}
     bars, names, held = shown["bars"], [bar["method"] for bar in shown["bars"]], [bar["bytes"] for bar in shown["bars"]]
-    unit, name = style.byte_unit(max(bar["total"] for bar in bars))
+    unit, name = drawing.byte_unit(max(bar["total"] for bar in bars))
     at_peak = BarPanel(
         names=names,
         parts=_parts(looks, held, unit),
         ends=[f"{three_digits(bar['total'] / unit)} {name}" for bar in bars],
         axis=f"at the peak ({name})",
     )
-    title = ("Memory at the peak of a training step", style.describe(rows), *style.not_drawn(data.undescribed(rows)))
+    title = (
+        "Memory at the peak of a training step",
+        drawing.describe(rows),
+        *drawing.not_drawn(undescribed(rows)),
+    )
     return draw_bars(title, [at_peak, _extra(names, held, shown["standard"], looks)], looks, columns=2, one_scale=False)
 
 
@@ -59,7 +61,7 @@ def _extra(
         reason = "no standard at this size" if standard is None else "standard is the only method"
         return BarPanel(names=(), parts={}, ends=(), axis=f"nothing to compare with:\n{reason}")
     extras = [[count - own for count, own in zip(counts, held[standard], strict=True)] for counts in held]
-    unit, name = style.byte_unit(max(sum(map(abs, extra)) for extra in extras))
+    unit, name = drawing.byte_unit(max(sum(map(abs, extra)) for extra in extras))
     ends = []
     for place, extra in enumerate(extras):
         amount = three_digits(abs(sum(extra)) / unit)
@@ -74,21 +76,23 @@ def _parts(labels: Iterable[str], stacks: Sequence[Sequence[float]], unit: float
     return {label: [stack[n] / unit for stack in stacks] for n, label in enumerate(labels)}
 
 
-@style.styled
+@drawing.styled
 def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     """Draw the rows of one size; None if none of them has a timeline or snapshots."""
-    found = [(row, data.timeline_of(row), data.snapshots_of(row)) for row in rows]
+    found = [(row, timeline_of(row), snapshots_of(row)) for row in rows]
     drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
     if not drawn:
         return None
     timelines = [timeline for _, timeline, _ in drawn if timeline]
     columns = 1 if len(drawn) <= MANY_PANELS else 2
-    figure, axes = style.new_panels(len(drawn), columns, 1.3, [PANEL + STRIP] * -(-len(drawn) // columns), sharey=True)
+    figure, axes = drawing.new_panels(
+        len(drawn), columns, 1.3, [PANEL + STRIP] * -(-len(drawn) // columns), sharey=True
+    )
     heading = "Memory over one training step" if timelines else "Memory at the stages of a run"
     missing = [(row, row.why_none("no timeline was measured")) for row, *known in found if not any(known)]
-    style.set_title(figure, heading, style.describe(rows), *style.not_drawn(missing))
+    drawing.set_title(figure, heading, drawing.describe(rows), *drawing.not_drawn(missing))
     highest = max(max(timeline.totals if timeline else stages.values()) for _, timeline, stages in drawn)
-    unit, name = style.byte_unit(highest)
+    unit, name = drawing.byte_unit(highest)
     same_stages = not timelines and len({tuple(stages) for _, _, stages in drawn}) == 1
     for number, ((row, timeline, stages), ax) in enumerate(zip(drawn, axes, strict=True)):
         above = shorten(row.method, LONGEST_TITLE // columns)
@@ -96,7 +100,11 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
         if timeline:
             _draw_components(ax, timeline, unit)
         else:
-            _draw_stages(ax, stages, unit)
+            # What older files have: the total at named stages of the run.
+            places, names = range(len(stages)), [shorten(name, 22) for name in stages]
+            ax.step(places, [count / unit for count in stages.values()], where="post", color="black", linewidth=1.0)
+            step = -(-len(stages) // 12)
+            ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
         ax.set_ylabel(f"live memory ({name})" if number % columns == 0 else "")
         if number + columns >= len(drawn):
             ax.set_xlabel(EVENTS if timelines else STAGES)
@@ -104,9 +112,9 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
             ax.tick_params(labelbottom=False)
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
-        keys = data.present(timeline.highest for timeline in timelines)
-        style.patch_legend(figure, {component_named(key).marked(): _look_of(key) for key in keys}, 4)
-    style.settle(figure)
+        keys = present(timeline.highest for timeline in timelines)
+        drawing.patch_legend(figure, {component_named(key).marked(): _look_of(key) for key in keys}, 4)
+    drawing.settle(figure)
     for (row, timeline, _), ax in zip(drawn, axes, strict=True):
         if timeline:
             _name_phases(ax, timeline.phases)
@@ -132,14 +140,6 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
         ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
 
 
-def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
-    """Draw what older files have: the total at named stages of the run."""
-    places, names = range(len(stages)), [shorten(name, 22) for name in stages]
-    ax.step(places, [count / unit for count in stages.values()], where="post", color="black", linewidth=1.0)
-    step = -(-len(stages) // 12)
-    ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
-
-
 def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
     """Name the longest phases in a strip above the panel, moved aside with a line if a phase is short."""
     from matplotlib.lines import Line2D
@@ -147,7 +147,7 @@ def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
     scale, in_page, (left, _, right, top) = ax.figure.dpi / 72, ax.figure.transFigure, box_of(ax)
     room, named = right - left, []
     for phase in sorted(phases, key=lambda phase: phase.start - phase.end):
-        text = ax.text(0, 0, phase.name, fontsize=style.SMALL, ha="center", va="bottom", gid="phase")
+        text = ax.text(0, 0, phase.name, fontsize=drawing.SMALL, ha="center", va="bottom", gid="phase")
         width = text.get_window_extent().width
         room -= width + GAP * scale
         if room < 0:
@@ -185,12 +185,12 @@ def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], 
     from matplotlib.text import Text
 
     event, total = timeline.events[timeline.peak], timeline.totals[timeline.peak] / unit[0]
-    composition = data.composition_of(row)
+    composition = composition_of(row)
     made = f" in {shorten(composition.maker, longest)}" if composition and composition.maker else ""
     ax.plot(event, total, marker="v", markersize=4, color="black", clip_on=False, zorder=5)
     line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
     box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-    look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": style.SMALL, "gid": "peak", "arrowprops": line}
+    look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": drawing.SMALL, "gid": "peak", "arrowprops": line}
     words, above = f"peak {three_digits(total)} {unit[1]}{made}", 0.97 * ax.get_ylim()[1]
     text = ax.annotate(words, (event, total), (event, above), bbox=box, **look)
     width = Text.get_window_extent(text).width  # of the words alone, without the line to the peak

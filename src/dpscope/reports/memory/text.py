@@ -1,8 +1,8 @@
-"""Text on the bytes of each method's peak, in tables and sentences."""
+"""Memory of rows: what the bytes of a peak were for, in tables and sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from rich.console import RenderableType
@@ -10,15 +10,65 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import bare_table
-from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory import data
-from dpscope.reports.tables import SPEEDS, Row, group_by_size
-from dpscope.reports.words import in_longest_order, shorten
-from dpscope.results.memory import Composition, maker_of, place_of, shape_in_words
-from dpscope.results.payloads.memory import OTHER_MODULES
+from dpscope.reports.looks import in_longest_order, shorten
+from dpscope.reports.tables import SPEEDS, Row, explain, group_by_size, marked, once_a_row
+from dpscope.results.derived import (
+    Composition,
+    Timeline,
+    composition_in,
+    maker_of,
+    place_of,
+    shape_in_words,
+    timeline_in,
+)
+from dpscope.results.payloads.memory import OTHER_MODULES, TensorsAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
-from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named, in_order
 from dpscope.vocabulary.methods import STANDARD
+
+
+def present(held: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the components that hold anything, in the order of stacking."""
+    return in_order(key for each in held for key, count in each.items() if count)
+
+
+@once_a_row
+def composition_of(row: Row) -> Composition | None:
+    """Return what the peak was made of; None if no instrument saw it."""
+    return row.first_of(composition_in)
+
+
+def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
+    """Return the rows whose peaks have a composition."""
+    return {row: composition for row in rows if (composition := composition_of(row))}
+
+
+def undescribed(rows: Iterable[Row]) -> list[tuple[Row, str]]:
+    """Return the others, and why they have none."""
+    return [(row, row.why_none("no breakdown by component was measured")) for row in rows if not composition_of(row)]
+
+
+def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
+    return next((composition for row, composition in described.items() if row.method == STANDARD), None)
+
+
+@once_a_row
+def timeline_of(row: Row) -> Timeline | None:
+    """Return the timeline of a row; None if there is none that can be drawn."""
+    return row.first_of(lambda result: timeline_in(result.timeline))
+
+
+def snapshots_of(row: Row) -> dict[str, float]:
+    """Return the named stages of a run and the bytes that were allocated at each."""
+    taken = row.first_of(lambda result: result.snapshots) or []
+    return {stage["name"]: stage["allocated_mb"] * MIB for stage in taken}
+
+
+def tensors_of(row: Row) -> TensorsAtPeak | None:
+    """Return the tensors at the peak; None if the file has none, as in older versions."""
+    tensors = row.first_of(lambda result: result.memory.get("tensors"))
+    return tensors if tensors and tensors["largest"] else None
+
 
 LABELS = 24  # characters of the first column
 LONGEST_HEADING = 20  # of a method
@@ -57,20 +107,20 @@ def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Return the components by method, what private training adds, and what makes the peak."""
-    described = data.described_of(rows)
+    described = described_of(rows)
     if not described:
         return []
     parts = [*_by_component(described, width), "", *map(Text, extra_in_words(described))]
     if any(each.maker or each.modules for each in described.values()):
         parts += ["", _makers(described)]
     parts += ["", *(Text(note, style="dim") for note in _notes(described))]
-    if missing := [f"{row.method} ({reason})" for row, reason in data.undescribed(rows)]:
+    if missing := [f"{row.method} ({reason})" for row, reason in undescribed(rows)]:
         parts.append(Text(f"Not broken down: {', '.join(missing)}", style="yellow"))
     return parts
 
 
 def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    stages = {row: found for row in rows if (found := data.snapshots_of(row))}
+    stages = {row: found for row in rows if (found := snapshots_of(row))}
     names = in_longest_order(stages.values())
     lines = [(name, [format_bytes(taken.get(name)) for taken in stages.values()]) for name in names]
     return _tables("stage", list(stages), lines, width)
@@ -79,10 +129,10 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
 def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
     """Return a line for each component and a column for each method, with totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
-    standard = data.standard_of(described)
+    standard = standard_of(described)
     lines = [
         (component_named(key).marked(" *"), [format_bytes(each.components.get(key) or None) for each in compositions])
-        for key in data.present(each.components for each in compositions)
+        for key in present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
     if standard and standard.total > 0:
@@ -124,7 +174,7 @@ def _tables(
 
 def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
     """Return `ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …` by method."""
-    standard = data.standard_of(described)
+    standard = standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
     sentences = []
@@ -161,7 +211,7 @@ def _makers(described: Mapping[Row, Composition]) -> Table:
 
 
 def _notes(described: Mapping[Row, Composition]) -> list[str]:
-    held = data.present(each.components for each in described.values())
+    held = present(each.components for each in described.values())
     private = any(component_named(key).private_only for key in held)
     notes = ["* only private training holds this."] if private else []
     if any(row.median_ms for row in described):
@@ -182,7 +232,7 @@ def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
     texts = ("shape", "for", "made by", "line")
     table = bare_table("method", "size", "", *texts, left=("", *texts), wrap=texts)
     for row in rows:
-        tensors = data.tensors_of(row)
+        tensors = tensors_of(row)
         for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS] if tensors else ()):
             several = f"× {tensor['count']}" if tensor["count"] > 1 else ""
             made = (shorten(maker_of(tensor), 20), shorten(place_of(tensor, short=True), 40))

@@ -1,17 +1,91 @@
-"""Traces of the rows of a comparison, and of two of them: pure functions of results."""
+"""Difference of two traced steps, operator by operator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-from dpscope.reports.doubt import MARK, STRETCHED
-from dpscope.reports.tables import Row, group_by_size, once_a_row
-from dpscope.reports.words import in_longest_order
+from dpscope.reports.looks import in_longest_order
+from dpscope.reports.tables import MARK, STRETCHED, Row, group_by_size, once_a_row
 from dpscope.results.payloads.trace import GpuTime, TracePayload
-from dpscope.results.trace_difference import IDLE, StepDifference, compare_traces
 from dpscope.units import format_ratio
+
+GPU, CPU = "gpu", "cpu"
+IDLE = "GPU idle"
+OUTSIDE = "outside operators (Python, hooks, the profiler)"
+SIDE_BY_SIDE = "less: work side by side on several streams"
+
+OperatorInPhase = tuple[str, str]  # operator, phase
+
+
+@dataclass(frozen=True)
+class OperatorChange:
+    """Milliseconds that an operator in a phase takes in one method's step and in standard's."""
+
+    operator: str
+    phase: str  # empty for what no operator accounts for
+    before_ms: float
+    after_ms: float
+    kind: str  # new: standard does not do it in any phase; gone: only standard does
+
+    @property
+    def ms(self) -> float:
+        return self.after_ms - self.before_ms
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """Difference of a method's traced step from standard's. The changes sum to `total_ms`."""
+
+    method: str
+    basis: str
+    total_ms: float
+    changes: list[OperatorChange]  # most milliseconds first; the last lines are what no operator accounts for
+    doubt: str  # what makes its total, and all time on the host, doubtful
+
+    def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
+        """Return the largest changes either way, longest first, then the sum and the number of all others."""
+        kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
+        rest = self.total_ms - sum(change.ms for change in kept)
+        return sorted(kept, key=lambda change: -change.ms), rest, len(self.changes) - len(kept)
+
+
+def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, doubt: str) -> StepDifference:
+    """Compare GPU time if both were traced on a GPU, else self time on the host."""
+    traces = (standard, trace)
+    basis = GPU if all(each.get("gpu") for each in traces) else CPU
+    clock: Literal["gpu_ms", "self_cpu_ms"] = "gpu_ms" if basis == GPU else "self_cpu_ms"
+    then, now = (
+        {(line["operator"], line["phase"]): ms for line in each["operators"] if (ms := line[clock])} for each in traces
+    )
+    rest_then, rest_now = (_rest(each, basis) for each in traces)
+    changes = [
+        OperatorChange(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now))
+        for key in dict.fromkeys([*now, *then])
+    ]
+    ordered = sorted((change for change in changes if change.ms), key=lambda change: -change.ms)
+    rest = [OperatorChange(what, "", rest_then[what], rest_now[what], "grew") for what in rest_now]
+    total = trace["step_ms"] - standard["step_ms"]
+    return StepDifference(method, basis, total, [*ordered, *rest], doubt)
+
+
+def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
+    """Return the part of the step time that is not in operators."""
+    if basis == CPU:
+        return {OUTSIDE: trace["outside_operators_ms"]}
+    return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
+
+
+def _kind(key: OperatorInPhase, then: Mapping[OperatorInPhase, float], now: Mapping[OperatorInPhase, float]) -> str:
+    operator, phase = key
+    if key not in then:
+        return f"new in {phase}" if operator in {name for name, _ in then} else "new"
+    if key not in now:
+        return f"gone from {phase}" if operator in {name for name, _ in now} else "gone"
+    return "grew" if now[key] >= then[key] else "shrank"
+
 
 # A GPU that works for less than this part of an unprofiled step waits for the host.
 BUSY_ENOUGH = 0.8
@@ -25,24 +99,10 @@ class TracedStep:
 
     row: Row
     trace: TracePayload
-
-    @property
-    def method(self) -> str:
-        return self.row.method
-
-    @property
-    def gpu(self) -> GpuTime | None:
-        return self.trace.get("gpu")
-
-    @property
-    def stretch(self) -> float:
-        """Traced step time over unprofiled step time; 0 if that is not known."""
-        return self.trace["step_ms"] / self.row.median_ms if self.row.median_ms else 0.0
-
-    @property
-    def step_ms(self) -> float:
-        """Step time without the profiler, if known."""
-        return self.row.median_ms or self.trace["step_ms"]
+    method: str
+    gpu: GpuTime | None
+    step_ms: float  # without the profiler, if known
+    stretch: float  # traced step time over unprofiled step time; 0 if that is not known
 
     def phase_times(self, *, gpu: bool) -> dict[str, float]:
         """Return host time, or GPU time and the rest of the unprofiled step."""
@@ -76,7 +136,11 @@ class TracedStep:
 def traced_step(row: Row) -> TracedStep | None:
     """Return the traced step of a row; None if the trace instrument was not used, or failed."""
     result = row.measured.get("trace")
-    return TracedStep(row, result.trace) if result is not None and result.ok and result.trace else None
+    if result is None or not result.ok or not result.trace:
+        return None
+    trace, unprofiled = result.trace, row.median_ms
+    stretch = trace["step_ms"] / unprofiled if unprofiled else 0.0
+    return TracedStep(row, trace, row.method, trace.get("gpu"), unprofiled or trace["step_ms"], stretch)
 
 
 def traced_steps(rows: Sequence[Row]) -> list[TracedStep]:

@@ -1,35 +1,61 @@
-"""Costs of single modules: bytes at the peak, and milliseconds if a trace has ranges around modules.
-
-Modules that cost alike share a line, so that few lines cover most of every method's cost.
-"""
+"""Names of modules as results have them: dotted, with layer numbers; names that are no modules are in brackets."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dpscope.reports.looks import in_prose, looks_of
 from dpscope.reports.memory.charts import unit_for
-from dpscope.reports.memory.data import composition_of
+from dpscope.reports.memory.text import composition_of
 from dpscope.reports.page.chart import Chart, Table, View, chart_of, views_by_size
-from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row, grouped
 from dpscope.reports.trace.data import on_gpu, traced_steps
-from dpscope.reports.words import in_prose
-from dpscope.results.module_names import (
-    ancestor,
-    depth_of,
-    is_sum_of_others,
-    is_summary,
-    layer_numbers,
-    name_of_run,
-    pattern_of,
-)
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 from dpscope.vocabulary.components import component_named
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
+
+
+def is_summary(name: str) -> bool:
+    """Return whether the name stands for no module, like `(outside the modules)`."""
+    return name.startswith("(")
+
+
+def is_sum_of_others(name: str) -> bool:
+    return SUMS.fullmatch(name) is not None
+
+
+def ancestor(name: str, depth: int) -> str:
+    """Return the module's ancestor at a depth, or the module itself."""
+    return name if is_summary(name) else ".".join(name.split(".")[:depth])
+
+
+def pattern_of(name: str) -> str:
+    """Return `blocks.*.up`: equal for layers that differ only in their numbers."""
+    return NUMBER.sub("*", name)
+
+
+def layer_numbers(name: str) -> list[int]:
+    return [int(number) for number in NUMBER.findall(name)]
+
+
+def name_of_run(run: Sequence[str], pattern: str) -> str:
+    """Return `blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
+    if len(run) == 1:
+        return run[0]
+    first, last = layer_numbers(run[0]), layer_numbers(run[-1])
+    if pattern or sum(one != other for one, other in zip(first, last, strict=True)) > 1:
+        return pattern or f"{run[0]} to {run[-1]}"
+    ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
+    return NUMBER.sub(lambda _: next(ends), run[0])
+
 
 Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
 Costs = Mapping[str, Cost]  # of one method: module -> its cost
@@ -64,7 +90,7 @@ def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
     wholes = [sum(map(total, costs.values())) for costs in methods]
     best: list[ModuleLine] = []
     held = -1.0
-    for depth in range(max((depth_of(name) for costs in named for name in costs), default=0), 0, -1):
+    for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
         lines = fold([_to_depth(costs, depth) for costs in named])[:most]
         share = min(
             sum(line.cost(place) for line in lines) / whole if whole else 1.0 for place, whole in enumerate(wholes)

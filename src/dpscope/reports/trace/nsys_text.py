@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import bare_table
+from dpscope.reports.looks import in_longest_order
 from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.reports.trace.data import BUSY_ENOUGH, traced_step
-from dpscope.reports.words import in_longest_order
-from dpscope.results.payloads.nsys import Named, NsysPayload
+from dpscope.results.payloads.trace import Named, NsysPayload
 from dpscope.units import KIB, MIB, MISSING, format_bytes, format_ms, format_ratio
 from dpscope.vocabulary.methods import STANDARD
 

@@ -9,15 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import bare_table
-from dpscope.reports.doubt import MARK, STRETCHED, marked
-from dpscope.reports.tables import Row
+from dpscope.reports.looks import operator_label
+from dpscope.reports.tables import MARK, STRETCHED, Row, marked
 from dpscope.reports.trace import data
-from dpscope.reports.words import operator_label
+from dpscope.reports.trace.data import GPU, IDLE, OperatorChange, StepDifference
 from dpscope.results.payloads.trace import CollectiveTime, TracedRank
-from dpscope.results.trace_difference import GPU, IDLE, OperatorChange, StepDifference
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
-from dpscope.vocabulary.families import FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
+from dpscope.vocabulary.phases import FAMILY_LABELS
 
 MOST_OPERATORS = 10  # lines of a table of differences
 LISTED_ONES = 5  # modules and operators in a sentence

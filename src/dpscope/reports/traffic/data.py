@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dpscope.reports.tables import Row, group_by_size, once_a_row
-from dpscope.results.kernels import KernelRows, kernels_in
 from dpscope.results.payloads import ncu
-from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, KernelRows, kernels_in
 from dpscope.units import MISSING
-from dpscope.vocabulary.families import FAMILIES
+from dpscope.vocabulary.phases import FAMILIES
 
 APPROXIMATELY = "≈"  # before every estimated number
 SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
@@ -45,7 +44,10 @@ class Traffic:
     """One row's bytes, and what follows from them. Unknown values are None."""
 
     row: Row
+    method: str
     data: ncu.NcuPayload
+    source: str
+    estimated: bool
     estimate: ncu.Estimate  # beside a measurement too
     ceilings: ncu.Ceilings  # what this machine reaches
     items: tuple[int, str]  # how many of what the step worked on
@@ -58,18 +60,6 @@ class Traffic:
     flops_estimated: bool
     flop_rate: float | None
     intensity: float | None  # floating-point operations for each DRAM byte
-
-    @property
-    def method(self) -> str:
-        return self.row.method
-
-    @property
-    def source(self) -> str:
-        return self.data["source"]
-
-    @property
-    def estimated(self) -> bool:
-        return self.source == ESTIMATE
 
     def figure(self, name: str) -> float | None:
         """Return a count of bytes by its name in the result file."""
@@ -160,7 +150,10 @@ def traffic_of(row: Row) -> Traffic | None:
     bandwidth = _divide(moved, seconds)
     return Traffic(
         row=row,
+        method=row.method,
         data=data,
+        source=data["source"],
+        estimated=data["source"] == ESTIMATE,
         estimate=estimate,
         ceilings=ceilings,
         items=items,

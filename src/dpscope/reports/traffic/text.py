@@ -9,15 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import Column, FirstThatFits, bare_table, table_of
-from dpscope.reports.doubt import marked
-from dpscope.reports.tables import Row
+from dpscope.reports.looks import NUMBERS, identity_columns
+from dpscope.reports.tables import Row, marked
 from dpscope.reports.traffic import data
-from dpscope.reports.words import NUMBERS, identity_columns
-from dpscope.results.kernels import moved
-from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
+from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction, moved
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
-from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
+from dpscope.vocabulary.phases import FAMILIES, FAMILY_LABELS
 
 MOST_OF_EXTRA = 0.8  # a verdict names families until they make up this share of the extra
 NARROW_TRAFFIC = 90  # columns of a terminal

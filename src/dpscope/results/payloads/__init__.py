@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
+from dpscope.results.payloads.memory import MemoryPayload, RanksPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
-from dpscope.results.payloads.nsys import NsysPayload
-from dpscope.results.payloads.ranks import RanksPayload
-from dpscope.results.payloads.trace import TracePayload
+from dpscope.results.payloads.trace import NsysPayload, TracePayload
 
 # Part of a result -> its shape in a row that is ok.
 PAYLOADS: dict[str, Any] = {

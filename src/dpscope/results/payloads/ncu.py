@@ -1,10 +1,13 @@
-"""Payload of the instrument `ncu`: the bytes of one step, counted by Nsight Compute or estimated."""
+"""Payload of the instrument `ncu`: the bytes of one step, by kernel too, counted by Nsight Compute or estimated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from typing_extensions import NotRequired, TypedDict
+
+from dpscope.vocabulary.phases import FAMILIES, OTHER
 
 MEASURED: Final = "measured"
 ESTIMATE: Final = "estimate"
@@ -89,3 +92,44 @@ class NcuPayload(Counted):
     kernels: NotRequired[Kernels]
     ceilings: NotRequired[Ceilings]
     command: NotRequired[list[str]]
+
+
+@dataclass(frozen=True)
+class KernelRows:
+    """Kernels of one source; in an estimate, operators."""
+
+    rows: list[KernelRow]
+    source: str
+    calls_seen: int
+    calls_total: int | None
+    note: str
+
+    @property
+    def estimated(self) -> bool:
+        return self.source == ESTIMATE
+
+    @property
+    def complete(self) -> bool:
+        return self.calls_total is None or self.calls_seen >= self.calls_total
+
+    def bytes_by_family(self) -> dict[str, float]:
+        """Return the DRAM bytes of each family that moved any, in the families' order."""
+        totals: dict[str, float] = dict.fromkeys(FAMILIES, 0)
+        for row in self.rows:
+            totals[row["family"] if row["family"] in totals else OTHER] += moved(row)
+        return {family: count for family, count in totals.items() if count}
+
+
+def moved(row: KernelRow) -> float:
+    """Return the DRAM bytes of one kernel row, read and written."""
+    return (row.get(READ) or 0) + (row.get(WRITE) or 0)
+
+
+def kernels_in(payload: NcuPayload, source: str) -> KernelRows | None:
+    """Return the measured rows, or those of the estimate, which may exist beside a measurement."""
+    own, estimated = payload.get("kernels", {}), payload.get("estimate", {}).get("kernels", {})
+    for found, whose in ((own, payload["source"]), (estimated, ESTIMATE)):
+        if whose == source and (rows := found.get("rows")):
+            calls = found.get("calls_seen", sum(row.get("calls", 1) for row in rows))
+            return KernelRows(rows, source, calls, found.get("calls_total"), found.get("note", ""))
+    return None

@@ -17,11 +17,17 @@ import torch
 from dpscope.batches import tensors_of
 from dpscope.errors import UserError
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
-from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
-from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
+from dpscope.instruments.peaks import (
+    AFTER_WARMUP,
+    Snapshots,
+    cpu_peak,
+    cublas_workspace_bytes,
+    cuda_peak,
+    write_memory_history,
+)
 from dpscope.instruments.timing import Progress
 from dpscope.places import Place, parse_place
-from dpscope.results.memory import NotConserved, conservation_faults
+from dpscope.results.derived import NotConserved, conservation_faults
 from dpscope.results.payloads.memory import MemoryPayload, Remainder
 from dpscope.results.schema import Result, result_for
 from dpscope.runner.spec import RunSpec
@@ -91,11 +97,14 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
         allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
     step.require_finite()
     memory = _memory(use, allocator, compiled=step.is_opaque)
+    parts = memory["peak"]["components"]
+    named = {f"{key}_mb": mib(parts[key]) for key in (*KEYS, *(key for key in parts if key not in KEYS))}
+    peak = mib(memory["peak_bytes"])
     result = result_for(
         spec.to_dict(),
         peak_memory_mb=mib(memory["peak_bytes"]),
         memory=memory,
-        breakdown=_breakdown(memory),
+        breakdown={**named, "total_allocated_mb": peak, "peak_allocated_mb": peak},
         snapshots=snapshots.taken,
         timeline=use.timeline(),
         files=written,
@@ -208,10 +217,3 @@ def _unattributed(use: MemoryUse, allocator: MemoryPayload, rest: str) -> list[R
         rest: requested - use.peak_bytes - workspaces,
     }
     return [{"what": what, "bytes": count} for what, count in parts.items() if count]
-
-
-def _breakdown(memory: MemoryPayload) -> dict[str, float]:
-    parts = memory["peak"]["components"]
-    named = {f"{key}_mb": mib(parts[key]) for key in (*KEYS, *(key for key in parts if key not in KEYS))}
-    peak = mib(memory["peak_bytes"])
-    return {**named, "total_allocated_mb": peak, "peak_allocated_mb": peak}

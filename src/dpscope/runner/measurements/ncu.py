@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpscope.errors import MeasurementFailed, UserError
-from dpscope.instruments.ncu.kernels import count_launches, describe_kernels
 from dpscope.instruments.ncu.metrics import (
     KERNEL_METRICS,
     PASSES,
     RANGE_METRICS,
     TENSOR_OPS_OF,
     TRAFFIC_FORMULAS,
+    make_figures,
+    make_flops,
     resolve_metrics,
     summarise_range,
 )
-from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
+from dpscope.instruments.ncu.reading import (
+    Action,
+    UnreadableReport,
+    add_up_metrics,
+    count_launches,
+    describe_kernels,
+    read_report,
+)
 from dpscope.instruments.ncu.running import (
     NO_GPU_TO_COUNT,
     NO_NCU,
@@ -35,9 +43,9 @@ from dpscope.instruments.ncu.running import (
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
 from dpscope.results.schema import Result, result_for
-from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import ROW_SECONDS
 from dpscope.vocabulary.statuses import OK
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
@@ -54,7 +62,7 @@ class ProgramFailed(Exception):
 
 
 def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
-    from dpscope.instruments.ceilings import measure_ceilings
+    from dpscope.instruments.estimate import measure_ceilings
 
     payload: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
     payload |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
@@ -216,7 +224,7 @@ def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
     """Return the estimate of a step, and note in `kernels` how many kernels the step launches."""
     from dpscope.instruments.estimate import estimate_traffic
     from dpscope.runner.steps import TrainingSteps
-    from dpscope.trainers.compilation import eager_calls
+    from dpscope.trainers.modes import eager_calls
 
     step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
     step.warm_up()
@@ -226,3 +234,24 @@ def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
         estimate = estimate_traffic(step, device=spec.device)
     step.require_finite()
     return estimate
+
+
+Figures = dict[str, Any]
+
+
+def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Figures], dict[Path, str]]:
+    """Return the figures of an average step by report, kernels added up; and why others could not be read."""
+    figures: dict[Path, Figures] = {}
+    broken: dict[Path, str] = {}
+    for report in reports:
+        try:
+            actions = read_report(report)
+        except UnreadableReport as error:
+            broken[report] = str(error)
+            continue
+        values = add_up_metrics(actions)
+        traffic, _ = make_figures(values, TRAFFIC_FORMULAS)
+        flops = {f"{unit}_flops": count for unit, count in make_flops(values).items()}
+        averages = {name: value / steps for name, value in {**traffic, **flops}.items()}
+        figures[report] = averages | {"rows": len(actions)}
+    return figures, broken

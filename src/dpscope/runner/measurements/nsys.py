@@ -20,11 +20,11 @@ from dpscope.instruments.nsys.command import (
     profile_command,
     shell_line,
 )
-from dpscope.instruments.nsys.failures import NO_GPU_TO_RECORD, NO_NSYS, sampling_refused
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
-from dpscope.instruments.nsys.running import NsysCapture, take_capture
+from dpscope.instruments.nsys.running import NO_GPU_TO_RECORD, NO_NSYS, export_report, sampling_refused, take_capture
 from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import Progress
+from dpscope.results.payloads.trace import NsysPayload
 from dpscope.results.schema import Result, result_for
 from dpscope.runner.ranged_step import KEEP_GOING, OUTCOME, program
 from dpscope.runner.spec import RunSpec
@@ -59,13 +59,14 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
             status, reason = FAILED, str(error)
     else:
         status, reason = FAILED, taken.failure
+    found = {"Nsight Systems report": taken.report, "its SQLite export": taken.database}
     return result_for(
         spec.to_dict(),
         status=status,
         reason=reason,
         details=None if status == OK else taken.output[-4000:],
         nsys=part,
-        files=_files(taken),
+        files={what: path.name for what, path in found.items() if path is not None},
     )
 
 
@@ -121,6 +122,15 @@ def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
     )
 
 
-def _files(taken: NsysCapture) -> dict[str, str]:
-    found = {"Nsight Systems report": taken.report, "its SQLite export": taken.database}
-    return {what: path.name for what, path in found.items() if path is not None}
+def read_nsys_capture(path: Path) -> NsysPayload:
+    """Return the summary of a `.sqlite` or `.nsys-rep` file; the latter is exported first, beside it."""
+    if path.suffix == ".nsys-rep" and path.is_file():
+        report, path = path, path.with_suffix(".sqlite")
+        if not path.exists():
+            nsys = find_nsys()
+            if nsys is None:
+                raise UserError(f"{report} has to be exported first, and {NO_NSYS}")
+            made, failure, _ = export_report(nsys, report, environment=needed_variables(os.environ))
+            if made is None:
+                raise UserError(str(failure))
+    return summarise_timeline(read_timeline(path))

@@ -13,16 +13,13 @@ from typing import TypedDict
 
 import torch
 
-from dpscope.instruments.collectives import CollectiveBytes
 from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
-from dpscope.instruments.trace.busy import busy_seconds
+from dpscope.instruments.trace.attribution import CollectiveBytes, busy_seconds, collective_time
 from dpscope.instruments.trace.capture import record
-from dpscope.instruments.trace.collectives import collective_time
 from dpscope.instruments.trace.events import read_trace
-from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
-from dpscope.results.payloads.ranks import Collective, RanksPayload
+from dpscope.results.payloads.memory import Collective, MemoryPayload, RanksPayload, TimingPayload
 from dpscope.results.schema import Note, Result, result_for
-from dpscope.runner.rank_launcher import run_ranks
+from dpscope.runner.ranks import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.units import format_ms, mib

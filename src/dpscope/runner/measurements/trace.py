@@ -16,7 +16,7 @@ from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracedRank, TracePayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner.measurements.time import notes_on_simulation
-from dpscope.runner.rank_launcher import run_ranks
+from dpscope.runner.ranks import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.instruments import ALL_RANKS, Schedule, make_schedule

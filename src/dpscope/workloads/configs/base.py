@@ -1,4 +1,4 @@
-"""The base class of workload configs, the checks they share, and which adapters to train."""
+"""The base class of workload configs, the checks they share, adapters to train, and the built-in models."""
 
 from __future__ import annotations
 
@@ -134,3 +134,115 @@ def resolve_length(seq_len: int | None, positions: int | None, model: str) -> in
 def refuse_length(seq_len: int | None, model: str) -> None:
     if seq_len is not None:
         raise UserError(f"model {model!r} takes images and has no sequence length: leave out --seq-len")
+
+
+ATTENTIONS = ("sdpa", "opacus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(WorkloadConfig):
+    """A decoder transformer: token and position embeddings, pre-norm blocks, an untied output head."""
+
+    kind: ClassVar[str] = "transformer"
+    builder: ClassVar[str] = "dpscope.workloads.built_in:build_transformer"
+
+    vocab_size: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    max_seq_len: int
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        set_sizes(self, "vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len")
+        require_one_of("attention", self.attention, ATTENTIONS)
+        require_divisible(self.hidden_dim, self.num_heads)
+
+    @property
+    def is_known_trainable(self) -> bool:
+        largest = self.hidden_dim * max(self.vocab_size, self.max_seq_len, 4 * self.hidden_dim)  # weight, in elements
+        return self.attention == "sdpa" and self.lora is None and 8 * largest < 2**63
+
+    def resolve_seq_len(self, seq_len: int | None) -> int:
+        return resolve_length(seq_len, self.max_seq_len, self.name)
+
+
+NORMS = ("none", "group", "batch")
+
+# Depth -> residual blocks in each of the four stages; a bottleneck block has three convolutions, a basic one two.
+RESNET_STAGES = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+BOTTLENECK_DEPTHS = (50, 101)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(WorkloadConfig):
+    """Square RGB images and a number of classes."""
+
+    norms: ClassVar[tuple[str, ...]] = NORMS
+    least_size: ClassVar[int] = 1
+
+    image_size: int
+    num_classes: int
+    norm: str
+
+    def __post_init__(self) -> None:
+        set_sizes(self, "image_size", "num_classes")
+        require_one_of("norm", self.norm, self.norms)
+        if self.image_size < self.least_size:
+            raise UserError(
+                f"image size must be at least {self.least_size} for what model {self.name!r} pools away, "
+                f"not {self.image_size}"
+            )
+
+    def resolve_seq_len(self, seq_len: int | None) -> None:
+        refuse_length(seq_len, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNConfig(ImageConfig):
+    """Two convolutions with pooling and a Linear classifier."""
+
+    kind: ClassVar[str] = "cnn"
+    builder: ClassVar[str] = "dpscope.workloads.built_in:build_cnn"
+    least_size: ClassVar[int] = 4
+
+    image_size: int = 32
+    num_classes: int = 10
+    norm: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ImageConfig):
+    """A residual network; `width` channels leave the stem, and each of the four stages doubles them."""
+
+    kind: ClassVar[str] = "resnet"
+    builder: ClassVar[str] = "dpscope.workloads.built_in:build_resnet"
+    norms: ClassVar[tuple[str, ...]] = ("group", "batch")
+    least_size: ClassVar[int] = 32
+
+    depth: int
+    width: int = 64
+    image_size: int = 224
+    num_classes: int = 1000
+    norm: str = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_sizes(self, "width")
+        if self.depth not in RESNET_STAGES:
+            raise UserError(f"a ResNet's depth must be one of {', '.join(map(str, RESNET_STAGES))}, not {self.depth}")
+
+
+PRESETS = (
+    # about 1.1M parameters: a step takes milliseconds on a CPU
+    TransformerConfig(name="tiny", vocab_size=1000, hidden_dim=128, num_layers=4, num_heads=4, max_seq_len=512),
+    # about 35M parameters
+    TransformerConfig(name="small", vocab_size=8192, hidden_dim=512, num_layers=8, num_heads=8, max_seq_len=2048),
+    # about 1.17B parameters, 33.5M of them positions
+    TransformerConfig(name="1b", vocab_size=32000, hidden_dim=2048, num_layers=20, num_heads=16, max_seq_len=16384),
+    CNNConfig(name="cnn"),
+    ResNetConfig(name="resnet18", depth=18),  # 11.7M parameters
+    ResNetConfig(name="resnet50", depth=50),  # 25.6M parameters
+    # 0.3M parameters: a step takes milliseconds on a CPU
+    ResNetConfig(name="resnet-tiny", depth=10, width=16, image_size=64, num_classes=10),
+)

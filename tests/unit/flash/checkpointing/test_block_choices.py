@@ -65,9 +65,9 @@ def trained(model: nn.Module, budget: float | str) -> tuple[FlashEngine, int]:
     live = LiveBytes(*model.parameters(), *TOKENS.values())
     model.zero_grad()
     with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine, MonkeyPatch.context() as patch:
-        token_losses(model, TOKENS)  # the rehearsal, which nobody counts
+        token_losses(model, TOKENS)  # verification, which nobody counts
         live.count_results_of_kernels(patch)
-        patch.setattr(engine.path_rules.budget, "_read", live)
+        patch.setattr(engine.path_rules.budget, "allocated", live)
         with live:
             for _ in range(2):
                 model.zero_grad()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, different, project
+from dpscope.flash.checkpointing.recomputation import Fingerprint, different, project
 from dpscope.flash.gradients.contributions import Kept, Outer
 from dpscope.flash.gradients.paths import GRAM, Decision
 from dpscope.flash.gradients.slots import Slot

@@ -50,7 +50,7 @@ def test_a_block_runs_forward_twice_as_in_ordinary_training_and_its_sums_are_exa
     runs = []
     model.block[1].register_forward_hook(lambda *_: runs.append(1))
     with FlashEngine(model, max_grad_norm=bounds, clipping=clipping, memory_budget="lean") as engine:
-        engine.rehearsals.schedule.pause()
+        engine.verification.schedule.pause()
         for _ in range(3):
             engine.zero_grad()
             runs.clear()

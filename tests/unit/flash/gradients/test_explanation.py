@@ -21,6 +21,7 @@ class Paths:
         watched = [
             (norms, "gram_norms_squared", GRAM),
             (conv, "gram_norms_squared", GRAM),
+            (conv, "kept_norms_squared", DIRECT),  # of per-sample gradients that are dropped again
             (Outer, "norms_squared", DIRECT),
             (Lookup, "norms_squared", DIRECT),
             (Outer, "rank1_norms_squared", RANK1),

@@ -170,8 +170,8 @@ def test_an_engine_tells_its_budget_where_a_micro_batch_begins_and_ends(room, cl
     budget = Watched(model, room=room)
     monkeypatch.setattr("dpscope.flash.engine.MemoryBudget", lambda limit, parameters: budget)
     with FlashEngine(model, max_grad_norm=1.0) as engine:
-        model(x)  # rehearsals are over afterwards
-        engine.rehearsals.schedule.pause()
+        model(x)  # verification are over afterwards
+        engine.verification.schedule.pause()
         model.zero_grad()
         budget.told.clear()
         for _ in range(2):

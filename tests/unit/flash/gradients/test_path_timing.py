@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.gradients import explanation, path_timing
-from dpscope.flash.gradients.path_timing import time_paths
+from dpscope.flash.gradients import explanation
+from dpscope.flash.gradients.explanation import time_paths
 from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def shortly(monkeypatch):
-    monkeypatch.setattr(path_timing, "SHORTEST_RUN", 1e-4)
+    monkeypatch.setattr(explanation, "SHORTEST_RUN", 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_every_path_that_is_exact_takes_some_time(length, dtype, paths):
 
 def test_where_products_are_rounded_gram_norms_are_timed_with_the_copies_they_take(monkeypatch):
     copied = []
-    monkeypatch.setattr(path_timing, "reads_tf32", lambda device: True)
-    monkeypatch.setattr(path_timing, "truncated_to_tf32", lambda tensor: copied.append(tensor.shape) or tensor.clone())
+    monkeypatch.setattr(explanation, "reads_tf32", lambda device: True)
+    monkeypatch.setattr(explanation, "truncated_to_tf32", lambda tensor: copied.append(tensor.shape) or tensor.clone())
     taken = time_paths((2, 6, 5), 3, torch.float32, torch.device("cpu"))
     assert set(taken) == {GRAM, DIRECT, KEEP}
     assert set(copied) == {(2, 6, 5), (2, 6, 3)}
@@ -50,7 +50,7 @@ def test_where_memory_runs_out_a_path_takes_forever(monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(path_timing, "kept_products", full)
+    monkeypatch.setattr(explanation, "kept_products", full)
     found = time_paths((3, 6, 5), 4, torch.float32, CPU)
     assert found[KEEP] == math.inf
     assert found[GRAM] < 60.0

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dpscope.flash.graphed import captured_step, step
-from dpscope.flash.graphed.captured_step import CapturedStep
+from dpscope.flash.graphed import step
+from dpscope.flash.graphed.step import CapturedStep
 
 
 class HostGraphs:
@@ -65,7 +65,7 @@ def host_graphs(monkeypatch):
 
         def replay():
             own, static = this._own, this._static
-            with torch.enable_grad(), captured_step.capturing(own), engine.capturing(static), _noted_once(this.update):
+            with torch.enable_grad(), step.capturing(own), engine.capturing(static), _noted_once(this.update):
                 if this.base is None:
                     engine.running_sums.clear()
                 again = run()
@@ -82,6 +82,6 @@ def host_graphs(monkeypatch):
         return replay, result
 
     monkeypatch.setattr(CapturedStep, "__init__", made)
-    monkeypatch.setattr(captured_step, "record", record)
+    monkeypatch.setattr(step, "record", record)
     monkeypatch.setattr(step, "has_graphs", lambda device: True)
     return graphs

@@ -223,7 +223,7 @@ def test_warming_up_changes_nothing_and_the_first_call_is_a_replay(host_graphs):
     torch.manual_seed(3)
     list(batches(6))
     step.warm_up(*data[0])
-    optimizer.engine.rehearsals.schedule.pause()
+    optimizer.engine.verification.schedule.pause()
     for x, y in data:
         step(x, y)
     assert step.replays == 6
@@ -245,7 +245,7 @@ def test_norms_that_were_taken_are_not_written_again(host_graphs):
 
 def without_python(step):
     """Let replays run no Python at all, as those of a graph, and none be looked at."""
-    step.engine.rehearsals.schedule.pause()
+    step.engine.verification.schedule.pause()
     for captured in step._captured.values():
         captured._replay = lambda: None
 
@@ -290,7 +290,7 @@ def test_a_capture_reads_no_counter_from_the_device(host_graphs, monkeypatch):
         return found
 
     optimizer.make_captured_update = made
-    optimizer.engine.rehearsals.schedule.pause()
+    optimizer.engine.verification.schedule.pause()
     for x, y in data:
         step(x, y)
     assert step.replays == 2

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dpscope.flash import make_graphed_step
-from dpscope.trainers.compilation import CompileCounts
+from dpscope.trainers.modes import CompileCounts
 from tests.unit.flash.graphed.loops import (
     WIDTH,
     assert_same,

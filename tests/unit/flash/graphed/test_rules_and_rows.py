@@ -9,7 +9,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step, pad_batch, real_rows
-from dpscope.flash.step.captured import StaticInputs
+from dpscope.flash.step.microbatch import StaticInputs
 from dpscope.flash.torch_side.captures import OwnCapture, capturing, device_cache
 from tests.unit.flash.graphed.loops import (
     CHANGED,

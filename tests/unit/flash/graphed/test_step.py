@@ -133,7 +133,7 @@ def test_passes_that_are_to_be_looked_at_run_eagerly(host_graphs):
     step = make_graphed_step(loss_of(model), optimizer)
     for x, y in batches(16, sizes=(8,)):
         step(x, y)
-    schedule = optimizer.engine.rehearsals.schedule
+    schedule = optimizer.engine.verification.schedule
     assert schedule.passes == 16
     assert {2, 4, 8, 16} <= set(schedule.looks)
     assert step.replays <= 16 - 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpscope.flash.kernels import sample_chunks
+from dpscope.flash.kernels import kept_gradients
 from dpscope.flash.kernels.tensor_lists import Cut
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,4 +61,4 @@ def seeded() -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and blocks a tensor, in kernels that add up something of each sample."""
-    monkeypatch.setattr(sample_chunks, "SAMPLE_CUT", Cut(2048, 1024))
+    monkeypatch.setattr(kept_gradients, "SAMPLE_CUT", Cut(2048, 1024))

@@ -12,8 +12,8 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.vocabulary import families
-from dpscope.vocabulary.launches import hearing
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.phases import hearing
 from tests.torch_here import takes_descriptors
 
 B, T, D, P = 2, 16, 32, 16
@@ -41,8 +41,8 @@ def test_gram_norms(heard, backend):
     g, x = torch.randn(B, T, P), torch.randn(B, T, D)
     gram_norms_squared([GramUnit((g,), (x,))], backend=backend)
     launch, finish = heard
-    assert (finish.name, finish.family) == ("_gram_finish_kernel", families.CLIPPING)
-    assert (launch.name, launch.family) == ("_gram_kernel", families.CLIPPING)
+    assert (finish.name, finish.family) == ("_gram_finish_kernel", phases.CLIPPING)
+    assert (launch.name, launch.family) == ("_gram_kernel", phases.CLIPPING)
     assert holds(launch.reads, g, x)
     assert launch.flops == 2 * B * (T * (T + 1) // 2) * (D + P)
 
@@ -59,7 +59,7 @@ def test_sample_sums(heard, backend):
     g, x, mean, rstd = torch.randn(B, T, D), torch.randn(B, T, D), torch.randn(B, T), torch.rand(B, T)
     layer_norm_sums(g, x, mean, rstd, backend=backend)
     (launch,) = heard
-    assert (launch.name, launch.family) == ("_sums_kernel", families.CLIPPING)
+    assert (launch.name, launch.family) == ("_sums_kernel", phases.CLIPPING)
     assert holds(launch.reads, g, x, mean, rstd)
     assert sum(t.numel() for t in launch.writes) == 2 * B * D
 
@@ -71,7 +71,7 @@ def test_scaled_sums(heard, backend):
     scale = torch.rand(B)
     outs = scaled_sums(gs, xs, scale, backend=backend)
     (launch,) = heard
-    assert (launch.name, launch.family) == ("_scaled_sum_kernel", families.GEMM)
+    assert (launch.name, launch.family) == ("_scaled_sum_kernel", phases.GEMM)
     assert holds(launch.reads, *gs, *xs, scale)
     assert holds(launch.writes, *outs)
     assert launch.flops == 2 * (2 * B * T * P * D)
@@ -92,8 +92,8 @@ def test_kept_gradients(heard, backend):
     (fresh,) = kept_sums([values], factors, backend=backend)
     norms, added, made = heard
     assert [(launch.name, launch.family) for launch in heard] == [
-        ("_kept_norms_kernel", families.CLIPPING),
-        *[("_kept_sums_kernel", families.CLIPPING)] * 2,
+        ("_kept_norms_kernel", phases.CLIPPING),
+        *[("_kept_sums_kernel", phases.CLIPPING)] * 2,
     ]
     assert holds(norms.reads, values)
     assert holds(added.reads, values, factors, out)
@@ -105,7 +105,7 @@ def test_kept_gradients(heard, backend):
 def test_noise(heard, backend):
     tensors = [torch.randn(10), torch.randn(20)]
     add_noise_(tensors, 1.0, 1.0, seed=0, offset=0, backend=backend)
-    assert [(launch.name, launch.family) for launch in heard] == [("_add_noise_kernel", families.NOISE_FAMILY)] * len(
+    assert [(launch.name, launch.family) for launch in heard] == [("_add_noise_kernel", phases.NOISE_FAMILY)] * len(
         heard
     )
     assert holds([t for launch in heard for t in launch.reads], *tensors)
@@ -117,7 +117,7 @@ def test_updates(heard, backend):
     fused_adam_([param], [total], [first], [second], step=1, lr=0.1, backend=backend)
     fused_sgd_([param], [total], lr=0.1, backend=backend)
     adam, sgd = heard
-    assert (adam.name, adam.family) == ("_adam_kernel", families.OPTIMIZER_FAMILY)
+    assert (adam.name, adam.family) == ("_adam_kernel", phases.OPTIMIZER_FAMILY)
     assert holds(adam.reads, param, total, first, second)
     assert holds(adam.writes, param, first, second)
     assert sgd.name == "_sgd_kernel"

@@ -19,8 +19,8 @@ from dpscope.flash.kernels.conv_products import (
 )
 from dpscope.flash.layers import conv as layer
 from dpscope.flash.layers.row_derivatives import Derived
-from dpscope.vocabulary import families
-from dpscope.vocabulary.launches import hearing
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.phases import hearing
 from tests.unit.flash.agreement import CLIPPING, PATHS, assert_exact
 from tests.unit.flash.flash_models import sine_losses
 from tests.unit.flash.kernels.conv_cases import CASES, exact, operands
@@ -121,7 +121,7 @@ def test_launches_are_announced() -> None:
         values, parts = conv_products(product, torch.float32)
         conv_sum(product, torch.rand(3))
     products, sums = heard
-    assert (products.name, products.family) == ("_conv_products_kernel", families.GEMM)
+    assert (products.name, products.family) == ("_conv_products_kernel", phases.GEMM)
     assert [t.data_ptr() for t in products.writes] == [parts.data_ptr(), values.data_ptr()]
     assert products.flops == sums.flops == 2 * 3 * 35 * 6 * 9
 

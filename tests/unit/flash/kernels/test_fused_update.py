@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
-from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
+from tests.unit.flash.kernels.noise_values import noise_values
 
 SHAPES = [(13, 7), (1100,), (5,), (4, 3, 2)]  # the second is more than a block
 LARGE = [(13, 7), (17000,), (5,)]  # the second is more than a chunk

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.kernels import gram_norms
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
-from dpscope.flash.kernels.gram_tiles import GramTiles
-from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.flash.kernels.gram_units import GramTiles, GramUnit
 from tests.torch_here import takes_descriptors
 from tests.unit.flash.kernels import kernel_references as reference
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.host_normals import BLOCK, host_normals
+from dpscope.flash.kernels.philox import BLOCK, host_normals
 
 KEY = (2**63 + 11, -5)
 

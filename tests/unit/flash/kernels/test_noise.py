@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels import noise, philox
-from dpscope.flash.kernels.noise import add_noise_, noise_values
+from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from dpscope.flash.kernels.triton_runtime import INTERPRETED
+from tests.unit.flash.kernels.noise_values import noise_values
 
 N = 2**15
 KERNELS = "triton" if INTERPRETED else "torch"
@@ -107,11 +108,6 @@ def test_add_noise_to_tensors_that_are_not_contiguous() -> None:
 def test_tensors_of_one_list_never_share_an_element() -> None:
     tensors = [torch.zeros(5), torch.zeros(0), torch.zeros(4), torch.zeros(1)]
     assert noise_starts(tensors) == [0, 8, 8, 12]
-
-
-def test_first_must_be_a_multiple_of_four() -> None:
-    with pytest.raises(ValueError, match="multiple of four"):
-        noise_values((3,), 0, 0, first=2)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2], [3, 0]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.projections import projections
+from dpscope.flash.kernels.kept_gradients import projections
 
 SHAPES = [(13, 64), (3001,), (16, 24)]
 

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpscope.flash.kernels import sample_products
-from dpscope.flash.kernels.sample_products import LONG_SAMPLES, SHORT_SAMPLES, products_and_norms
-from dpscope.vocabulary import families
-from dpscope.vocabulary.launches import hearing
+from dpscope.flash.kernels import sample_products, triton_runtime
+from dpscope.flash.kernels.sample_products import LONG_SAMPLES, OLDEST_GLUON, SHORT_SAMPLES, products_and_norms
+from dpscope.flash.kernels.triton_runtime import has_triton
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.phases import hearing
 
 B, T, D, P = 3, 70, 16, 24
 KERNEL_FILE = "dpscope.flash.kernels.sample_product_kernels"
@@ -88,7 +89,7 @@ def test_what_it_serves_is_announced(stand):
     torch.testing.assert_close(values, torch.bmm(g.mT, x))
     torch.testing.assert_close(squares.sum(1), values.double().square().sum((1, 2)))
     (launch,) = heard
-    assert (launch.name, launch.family) == ("_sample_products_kernel", families.GEMM)
+    assert (launch.name, launch.family) == ("_sample_products_kernel", phases.GEMM)
     assert (launch.reads, launch.writes) == ([g, x], [values, squares])
     assert launch.flops == 2 * B * T * P * D
 
@@ -186,18 +187,18 @@ def test_a_capture_does_not_begin_with_the_first_use(stand, monkeypatch):
     [("3.2.0", False), ("3.5.1", False), ("3.6.0", True), ("3.7.1+git0a1b", True), ("3.10.0", True), ("4.0", True)],
 )
 def test_gluon_is_taken_from_the_first_version_that_was_tried(monkeypatch, version, known):
-    monkeypatch.setattr(sample_products, "INTERPRETED", False)
-    monkeypatch.setattr(sample_products, "triton", SimpleNamespace(__version__=version))
-    assert sample_products.has_gluon.__wrapped__() is known
+    monkeypatch.setattr(triton_runtime, "INTERPRETED", False)
+    monkeypatch.setattr(triton_runtime, "triton", SimpleNamespace(__version__=version))
+    assert has_triton.__wrapped__(*OLDEST_GLUON) is known
 
 
 def test_no_triton_no_gluon(monkeypatch):
-    monkeypatch.setattr(sample_products, "triton", None)
-    assert sample_products.has_gluon.__wrapped__() is False
+    monkeypatch.setattr(triton_runtime, "triton", None)
+    assert has_triton.__wrapped__(*OLDEST_GLUON) is False
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sample_products.has_gluon(), reason="needs a Triton with Gluon")
+@pytest.mark.skipif(not has_triton(*OLDEST_GLUON), reason="needs a Triton with Gluon")
 def test_it_compiles_for_hopper_and_spills_nothing():
     import triton
     from triton.backends.compiler import GPUTarget

@@ -8,7 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
+from dpscope.flash.layers import bare_use
 from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
+from tests.unit.flash.flash_models import sine_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -325,6 +327,43 @@ def test_parameters_whose_gradients_are_one_tensor_are_summed_apart():
     assert_exact(model, {"x": torch.randn(3, LENGTH, WIDTH)}, both)
 
 
+class PositionBias(nn.Module):
+    """A bias made of a table once, and masked and copied again in every block, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.value = nn.Parameter(torch.randn(9, 2)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(5)
+        bias = (self.table[at[:, None] - at + 4] * 2).permute(2, 0, 1).unsqueeze(0)
+        for _ in range(3):
+            seen = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+            scores = (x @ x.mT).unsqueeze(1) + torch.where(seen, bias, -1e9).contiguous()
+            x = x + (scores.softmax(-1) @ self.value(x).unsqueeze(1)).mean(1)
+        return x.mean(1)
+
+
+def test_what_all_blocks_make_of_a_parameter_is_pulled_back_once(monkeypatch):
+    pulled = []
+
+    def pull(*given, _vjp=bare_use._vjp):
+        pulled.append(given[0].shape)
+        return _vjp(*given)
+
+    monkeypatch.setattr(bare_use, "_vjp", pull)
+    model, batch = PositionBias(), {"x": torch.randn(4, 5, 6)}
+    assert_exact(model, batch, sine_losses)
+    model.zero_grad()
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, sine_losses)
+        engine.verification.schedule.pause()
+        engine.zero_grad()
+        pulled.clear()
+        private_step(engine, batch, sine_losses)
+        assert pulled == [(1, 2, 5, 5)]
+
+
 def test_a_parameter_shared_by_two_modules_counts_their_cross_terms():
     one, two = FOLLOWED["scale"](), FOLLOWED["scale"]()
     two.p, two.inner.weight = one.p, one.inner.weight
@@ -332,7 +371,7 @@ def test_a_parameter_shared_by_two_modules_counts_their_cross_terms():
 
 
 def test_a_convolution_beside_a_class_token_runs_once_each_way_and_not_under_vmap():
-    """A step calls it as ordinary training does: forward, and backward for the input alone."""
+    """A step calls it as ordinary training does: forward, and backward for all samples at once."""
 
     class Embeddings(nn.Module):
         def __init__(self) -> None:
@@ -357,7 +396,8 @@ def test_a_convolution_beside_a_class_token_runs_once_each_way_and_not_under_vma
             private_step(engine, batch, losses)
     convolutions = [event for event in profile.events() if event.name == "aten::convolution"]
     assert [event.input_shapes[0] for event in convolutions] == [[4, 3, 8, 8]]
-    assert not [event for event in profile.events() if event.name == "aten::convolution_backward"]
+    backward = [event for event in profile.events() if event.name == "aten::convolution_backward"]
+    assert len(backward) <= 2  # for the norms, and for the clipped sum
 
 
 def test_a_module_that_mixes_samples_beside_its_parameter_is_refused():

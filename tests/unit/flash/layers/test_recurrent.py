@@ -46,9 +46,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 def test_a_layer_runs_once_in_float32_and_twice_where_gates_would_be_rounded(cls, half, runs):
     model, x = Tagger(cls), torch.randn(3, 5, 3)
     with FlashEngine(model, max_grad_norm=1.0) as engine:
-        for step in range(2):  # the first is rehearsed and verified
+        for step in range(2):  # the first is verified
             if step:
-                engine.rehearsals.schedule.pause()
+                engine.verification.schedule.pause()
             runs.clear()
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = losses(model, {"x": x}).mean()

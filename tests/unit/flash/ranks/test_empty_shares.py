@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
+from dpscope.flash.torch_side.arguments import make_up_sample, without_rows
 
 
 def test_tensors_without_rows_get_one_of_zeros_and_others_stay() -> None:

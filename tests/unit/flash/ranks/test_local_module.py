@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.flash.ranks.local_module import made_up_weight, made_up_weights
-from dpscope.instruments.collectives import CollectiveBytes
+from dpscope.instruments.trace.attribution import CollectiveBytes
 from tests.unit.flash.ranks import world as w
 
 

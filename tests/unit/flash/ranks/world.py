@@ -201,10 +201,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def trained(way: str, name: str, **options: Any) -> dict[str, Tensor]:
+def trained(way: str, name: str, steps: Sequence[int] = range(len(STEPS)), **options: Any) -> dict[str, Tensor]:
     model = spread(make_model(), way)
     model, optimizer, _ = make_private(model, optimizer_of(model, name), **options)
-    train(model, optimizer, range(len(STEPS)))
+    train(model, optimizer, steps)
     return whole_parameters(model)
 
 

@@ -68,6 +68,15 @@ def test_mixing_that_begins_late_is_found_within_twice_the_steps():
                 private_step(engine, rows(8), losses)
 
 
+def test_a_check_that_falls_on_an_empty_batch_is_made_in_the_next_pass(monkeypatch):
+    monkeypatch.setattr("dpscope.flash.sample_rows.schedule.RANDOM_SHARE", 0)
+    model = MixesSometimes(lambda: False)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for size in (1, 1, 1, 1, 1, 1, 1, 0, 1):  # passes 2 and 8 are checked, the second with the self-test
+            private_step(engine, rows(size), losses)
+        assert engine.verification.schedule.looks == [2, 9]
+
+
 def test_an_adjacency_that_is_diagonal_at_first_is_refused():
     class Graph(nn.Module):
         def __init__(self):
@@ -99,7 +108,7 @@ def test_a_callable_argument_that_starts_to_mix_is_refused():
             model(torch.randn(5, 6), lambda x: x - x.mean(0))
 
 
-def test_a_way_of_calling_whose_rehearsal_fails_is_refused():
+def test_a_way_of_calling_whose_verification_fails_is_refused():
     class Once(nn.Module):
         def __init__(self):
             super().__init__()
@@ -113,7 +122,7 @@ def test_a_way_of_calling_whose_rehearsal_fails_is_refused():
         model(torch.randn(4, 6)).sum().backward()
         engine.finish()
         with pytest.raises(UserError, match="could not be run again"):
-            # The rehearsals use the numbers up: the last one is the real forward's.
+            # The verification use the numbers up: the last one is the real forward's.
             model(torch.randn(4, 6), numbers=_Numbers())
 
 
@@ -203,7 +212,7 @@ def test_samples_that_are_all_the_same_show_nothing_of_mixing():
     model = MixesSometimes(lambda: True)
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         for _ in range(2):
-            private_step(engine, {"x": torch.randn(1, 6).expand(4, 6)}, losses)
+            private_step(engine, {"x": torch.zeros(4, 6)}, losses)  # and stay so when one of them is made louder
         with pytest.raises(UserError, match="samples mix"):
             private_step(engine, rows(), losses)
 

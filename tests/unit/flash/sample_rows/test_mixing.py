@@ -164,3 +164,89 @@ def test_a_replaced_function_of_torch_is_exact_or_refused_in_that_step():
         replaced = mock.patch.object(F, "layer_norm", lambda *args, **kwargs: own(*args, **kwargs).sin())
         with replaced, pytest.raises(UserError, match="replaced"):
             model(torch.randn(4, WIDTH)).sum().backward()
+
+
+# -- outputs without rows ----------------------------------------------------------------------------------------------
+
+
+class WithLoss(nn.Module):
+    """Rows beside a loss of its own, returned or left in an attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gate, self.last, self.how = nn.Linear(6, 3), nn.Linear(6, 2), how
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        self.loss = None
+        if self.how == "balance":
+            loss = scores.mean(0).square().sum()
+        elif self.how == "chosen":
+            chosen = x[:, 0] > 0
+            loss = (scores.square().sum(1) * chosen).sum() / (1 + chosen.sum())
+        else:
+            loss = scores.square().sum(1).mean()
+        if self.how == "attribute":
+            self.loss = scores.mean(0).square().sum()
+        return self.last(x), loss
+
+
+@pytest.mark.parametrize("how", ["balance", "chosen", "attribute", "fair"])
+def test_a_loss_inside_the_model_that_mixes_samples_is_not_trained_on(how):
+    torch.manual_seed(0)
+    model = WithLoss(how).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(2):
+            rows, loss = model(x)
+            rows.square().sum(1).mean().backward()  # the rows may always be trained on
+            engine.finish()
+            engine.zero_grad()
+        rows, loss = model(x)
+        total = rows.square().sum(1).mean() + (loss if model.loss is None else model.loss)
+        if how == "fair":
+            total.backward()
+        else:
+            with pytest.raises(UserError, match="mixes samples"):
+                total.backward()
+
+
+class ReturnsLoss(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(6, 5), nn.Linear(5, 2), how
+
+    def forward(self, x, y):
+        h = self.first(x).tanh()
+        h = h - h.mean(0) if self.how == "centred" else h
+        losses = F.cross_entropy(self.last(h), y, reduction="none")
+        return (losses * y).sum() / y.sum() if self.how == "masked" else losses.mean()
+
+
+@pytest.mark.parametrize("how", ["centred", "masked", "mean"])
+def test_a_model_that_returns_its_loss_alone_is_verified_by_the_gradients_of_its_samples(how):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.tensor([0, 1, 1, 1, 0, 1, 1, 0])
+    if how == "mean":
+        assert_exact(ReturnsLoss(how), {"x": x, "y": y}, lambda m, b: m(b["x"], b["y"]).unsqueeze(0))
+        return
+    with FlashEngine(ReturnsLoss(how), max_grad_norm=1.0) as engine, pytest.raises(UserError, match="sample"):
+        engine.model(x, y).backward()
+
+
+class OverTheLargest(nn.Module):
+    """Only the largest sample takes part in the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.layer(x / x.abs().max())
+
+
+def test_a_sample_that_takes_part_only_where_it_is_the_largest_is_heard():
+    for seed in range(10):
+        torch.manual_seed(seed)
+        with FlashEngine(OverTheLargest(), max_grad_norm=1.0) as engine, pytest.raises(UserError, match="samples mix"):
+            engine.model(torch.randn(32, 6))

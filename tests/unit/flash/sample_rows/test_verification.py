@@ -305,7 +305,7 @@ def test_a_large_model_is_verified_with_one_set_of_gradients():
                 private_step(engine, {"x": torch.randn(8, 256)}, losses)
                 engine.zero_grad()
             peaks.append(live.peak / weights)
-    assert engine.rehearsals.schedule.looks == [2, 4]
+    assert engine.verification.schedule.looks == [2, 4]
     assert max(peaks) < 2.7  # weights, gradients, and what two layers need besides
 
 

@@ -269,10 +269,10 @@ def test_sums_count_as_applied_even_if_accounting_for_them_fails():
 
 
 @pytest.mark.parametrize("micro", MicroBatchState)
-def test_a_rehearsal_leaves_the_state_as_it_was(micro):
+def test_passes_that_are_expected_leave_the_state_as_it_was(micro):
     state = make_state(micro)
     before = state.micro_batch, state.batch_size, state.size_in_backward
-    with pytest.raises(ZeroDivisionError), state.rehearsing(9):
+    with pytest.raises(ZeroDivisionError), state.expecting(9):
         assert state.batch_size == 9
         raise ZeroDivisionError
     assert (state.micro_batch, state.batch_size, state.size_in_backward) == before

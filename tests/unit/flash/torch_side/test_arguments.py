@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
-from dpscope.flash.sample_rows import rehearsed_calls
+from dpscope.flash.sample_rows import verification
 from dpscope.flash.torch_side.arguments import leaves_in, replace_leaves, signature
 from tests.torch_here import takes_compiled
 
@@ -104,7 +104,7 @@ def test_an_argument_that_makes_samples_mix_later_is_refused(before, after, comp
 
 
 def test_numbers_that_change_at_every_step_are_tried_out_and_warned_of_once(monkeypatch):
-    monkeypatch.setattr(rehearsed_calls, "MOST_WAYS", 4)
+    monkeypatch.setattr(verification, "MOST_WAYS", 4)
     model = Switched(lambda how: how == 20)
     with FlashEngine(model, max_grad_norm=0.1) as engine, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.torch_side import saved_tensor_hooks
-from dpscope.flash.torch_side.saved_tensor_hooks import Entered, current_hooks, note_entries
+from dpscope.flash.torch_side import autograd_graph
+from dpscope.flash.torch_side.autograd_graph import Entered, current_hooks, note_entries
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "of a torch that does not tell"])
@@ -21,8 +21,8 @@ def _torch(request, monkeypatch):
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(saved_tensors_hooks, name, getattr(saved_tensors_hooks, name))
     note_entries(saved_tensors_hooks, entered)
-    monkeypatch.setattr(saved_tensor_hooks, "_top", None)
-    monkeypatch.setattr(saved_tensor_hooks, "_entered", entered)
+    monkeypatch.setattr(autograd_graph, "_top", None)
+    monkeypatch.setattr(autograd_graph, "_entered", entered)
 
 
 def identity(x):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.update.noise_source import NoiseSource
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
+from tests.unit.flash.kernels.noise_values import noise_values
 
 SHAPES = [(7, 5), (3,), (2, 3, 4), ()]
 

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from dpscope.flash.update.step_counts import StepCounts
+from dpscope.flash.update.captured_update import StepCounts
 
 
 def counters_at(*values: float) -> list[torch.Tensor]:

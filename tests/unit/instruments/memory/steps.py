@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dpscope.instruments.memory import Tracker, attribute
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.measurements.memory import _holdings
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import make_trainer
 from dpscope.workloads.configs import make_config
 
 METHODS = ("standard", "flat", "ghost", "flash")

@@ -107,7 +107,7 @@ def lines_of_layers(engine_of, *, autocast=False):
         step()
         model.zero_grad()
     if engine is not None:
-        engine.rehearsals.schedule.pause()  # the third has no checks
+        engine.verification.schedule.pause()  # the third has no checks
     record = track(step, device="cpu", model=model, holdings=list)
     lines = {}
     for life in record.lives:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpscope.instruments import nsight
+from dpscope.instruments import processes
 from dpscope.instruments.ncu.running import csv_command, find_ncu, kernel_command, ncu_version, range_command
 
 
@@ -22,7 +22,7 @@ def nowhere(monkeypatch, tmp_path):
     """A machine without ncu."""
     monkeypatch.delenv("NCU", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    monkeypatch.setattr(nsight, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(processes, "ROOT", tmp_path / "root")
 
 
 @pytest.mark.usefixtures("nowhere")

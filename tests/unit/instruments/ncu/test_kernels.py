@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.instruments.ncu.kernels import CACHED, add_up_metrics, describe_kernels, keep_top, kernel_rows
 from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, GPU_TIME, TENSOR_OPS
-from dpscope.instruments.ncu.reading import Action, read_report
+from dpscope.instruments.ncu.reading import (
+    CACHED,
+    Action,
+    add_up_metrics,
+    describe_kernels,
+    keep_top,
+    kernel_rows,
+    read_report,
+)
 
 GEMM, ADD = "nvjet_sm90_tst_64x64", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
 

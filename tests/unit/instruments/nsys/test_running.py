@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from dpscope.instruments import nsight
-from dpscope.instruments.nsys import failures
+from dpscope.instruments import processes
+from dpscope.instruments.nsys import running
 from dpscope.instruments.nsys.command import (
     Nsys,
     NsysOptions,
@@ -36,7 +36,7 @@ def a_bare_machine(monkeypatch, tmp_path):
     for name in ("NSYS", "NCU"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(nsight, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(processes, "ROOT", tmp_path / "root")
 
 
 # Finding
@@ -351,9 +351,9 @@ def test_an_nsys_that_cannot_be_started_is_a_sentence(tmp_path):
 def test_sampling_of_the_host_is_refused_before_it_is_tried(monkeypatch, tmp_path, level, root, refused):
     setting = tmp_path / "perf_event_paranoid"
     setting.write_text(level)
-    monkeypatch.setattr(failures, "PARANOID", setting)
-    monkeypatch.setattr(failures.os, "geteuid", lambda: 0 if root else 1000)
-    said = failures.sampling_refused()
+    monkeypatch.setattr(running, "PARANOID", setting)
+    monkeypatch.setattr(running.os, "geteuid", lambda: 0 if root else 1000)
+    said = running.sampling_refused()
     assert (said is not None) == refused
     if refused:
         assert "perf_event_paranoid is 4" in said
@@ -361,5 +361,5 @@ def test_sampling_of_the_host_is_refused_before_it_is_tried(monkeypatch, tmp_pat
 
 
 def test_where_the_kernel_says_nothing_sampling_is_tried(monkeypatch, tmp_path):
-    monkeypatch.setattr(failures, "PARANOID", tmp_path / "not-there")
-    assert failures.sampling_refused() is None
+    monkeypatch.setattr(running, "PARANOID", tmp_path / "not-there")
+    assert running.sampling_refused() is None

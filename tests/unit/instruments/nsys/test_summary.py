@@ -11,8 +11,8 @@ import pytest
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.summary import summarise_timeline
-from dpscope.results.payloads.nsys import NsysPayload
-from dpscope.results.validation import find_mismatch
+from dpscope.results.payloads.trace import NsysPayload
+from dpscope.results.schema import find_mismatch
 from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES
 from tests import DATA
 from tests.fake_tools.nsys_exports import AUTOGRAD, MAIN, Export, a_step

@@ -16,8 +16,8 @@ from dpscope.instruments.trace.capture import MODULE, Detail, module_ranges, rec
 from dpscope.instruments.trace.events import parse_events, read_trace
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracePayload
+from dpscope.results.schema import find_mismatch
 from dpscope.results.store import NO_ROOM
-from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.instruments import Schedule
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
 

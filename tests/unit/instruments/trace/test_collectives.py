@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.instruments.trace.collectives import collective_time
+from dpscope.instruments.trace.attribution import collective_time
 from dpscope.instruments.trace.events import parse_events
 from dpscope.instruments.trace.summary import summarise
 from tests.unit.instruments.trace.handmade import OTHER_STREAM, annotation, call, event, kernel, operator

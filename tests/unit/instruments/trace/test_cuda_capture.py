@@ -10,7 +10,7 @@ from dpscope.instruments.trace.analysis import operator_table
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracePayload
-from dpscope.results.validation import find_mismatch
+from dpscope.results.schema import find_mismatch
 from tests import DATA
 
 CAPTURE, EXPECTED = DATA / "cuda_step_trace.json.gz", DATA / "cuda_step_trace.expected.json"

@@ -6,7 +6,7 @@ import pytest
 
 from dpscope.instruments.trace.attribution import step_views
 from dpscope.instruments.trace.events import parse_events
-from dpscope.instruments.trace.findings import casts, copies, synchronisations
+from dpscope.instruments.trace.summary import casts, copies, synchronisations
 from tests.unit.instruments.trace.handmade import annotation, call, copy, event, gpu_step, operator
 
 

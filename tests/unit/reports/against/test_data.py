@@ -10,9 +10,8 @@ import pytest
 
 from dpscope.errors import UserError
 from dpscope.reports.against.data import set_against
-from dpscope.reports.against.page import DRAWN_ROWS, change_charts, render_against
 from dpscope.reports.against.quantities import QUANTITIES
-from dpscope.reports.against.text import headline, sentences
+from dpscope.reports.against.text import DRAWN_ROWS, change_charts, headline, render_against, sentences
 from dpscope.reports.report import Report
 
 MIB = 2**20

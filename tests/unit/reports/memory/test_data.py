@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.memory.data import composition_of, snapshots_of, timeline_of
+from dpscope.reports.memory.text import composition_of, snapshots_of, timeline_of
 from dpscope.reports.report import compare_results
-from dpscope.results.memory import Composition, PhaseSpan
+from dpscope.results.derived import Composition, PhaseSpan
 
 MIB = 2**20
 

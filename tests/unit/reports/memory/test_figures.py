@@ -9,9 +9,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from dpscope.reports.memory.data import composition_of, timeline_of
+from dpscope.reports.looks import COMPONENT_COLOURS, colour_of
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline, spread
-from dpscope.reports.palette import COMPONENT_COLOURS, colour_of
+from dpscope.reports.memory.text import composition_of, timeline_of
 from dpscope.reports.report import compare_results
 from dpscope.vocabulary.components import component_named
 from tests.unit.reports.figure_words import extent, overlapping, texts, written

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.page.render import PAGE, render_page
-from dpscope.reports.page.sections import files_beside
+from dpscope.reports.page.table import files_beside
 from dpscope.reports.report import Report
 
 

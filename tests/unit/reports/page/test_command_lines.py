@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.comparison import Comparison
-from dpscope.reports.page.missing import command_lines, find_missing, products
+from dpscope.reports.page.render import command_lines, find_missing, products
 from dpscope.reports.report import Report
 from dpscope.results.schema import result_for, with_paths_from
 from dpscope.runner.spec import RunSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpscope.reports import palette
+from dpscope.reports import looks
 from dpscope.reports.page import render
 from dpscope.reports.report import Report
 
@@ -16,16 +16,16 @@ SCRIPTS = sorted((Path(render.__file__).parent / "static").rglob("*.js"))
 COLOURS = {
     colour.upper()
     for colours in (
-        palette.COMPONENT_COLOURS,
-        palette.PHASE_COLOURS,
-        palette.FAMILY_COLOURS,
-        palette.DIRECTION_COLOURS,
-        palette.ON_DARK,
+        looks.COMPONENT_COLOURS,
+        looks.PHASE_COLOURS,
+        looks.FAMILY_COLOURS,
+        looks.DIRECTION_COLOURS,
+        looks.ON_DARK,
     )
     for pair in colours.items()
     for colour in pair
     if colour.startswith("#")
-} | {palette.GREW, palette.SHRANK, *palette.OWN_COLOURS, *palette.METHOD_COLOURS}
+} | {looks.GREW, looks.SHRANK, *looks.OWN_COLOURS, *looks.METHOD_COLOURS}
 
 
 def code_of(script: Path) -> str:
@@ -51,4 +51,4 @@ def test_the_page_hands_the_constants_over(make_result):
 def test_every_marker_of_a_method_has_a_symbol():
     layout = next(script for script in SCRIPTS if script.name == "layout.js").read_text(encoding="utf-8")
     symbols = re.search(r"const SYMBOLS = \{(.*?)\n\};", layout, re.S)[1]
-    assert set(re.findall(r'^  "(.)":', symbols, re.M)) == set(palette.METHOD_MARKERS)
+    assert set(re.findall(r'^  "(.)":', symbols, re.M)) == set(looks.METHOD_MARKERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpscope.reports.page.missing import find_missing
+from dpscope.reports.page.render import find_missing
 from dpscope.reports.report import Report
 from dpscope.results.store import Skipped
 from dpscope.vocabulary.instruments import INSTRUMENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpscope.reports.report import compare_results
-from dpscope.reports.trace.charts import DRAWN_CHANGES, operators, phases
+from dpscope.reports.trace.figures import DRAWN_CHANGES, operators, phases
 from tests.unit.reports.trace_results import make_trace, operator
 
 STANDARD = [operator("aten::mm", "backward", 5.0), operator("aten::add", "forward", 2.0)]

@@ -101,7 +101,7 @@ def test_a_failed_capture_is_told_with_its_reason(make_result, captured):
 
 def traced(make_result, **gpu_ms):
     phases = [{"phase": name, "cpu_ms": 1.0, "gpu_ms": ms} for name, ms in gpu_ms.items()]
-    return replace(make_result(instrument="time"), trace={"gpu": {"busy_ms": 1}, "phases": phases})
+    return replace(make_result(instrument="time"), trace={"gpu": {"busy_ms": 1}, "phases": phases, "step_ms": 50.0})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.reports.page.render import make_charts
 from dpscope.reports.report import Report, compare_results
-from dpscope.reports.traffic.charts import roofline, traffic
+from dpscope.reports.traffic.figures import roofline, traffic
 from tests.unit.reports.traffic_results import CEILINGS, kernel_rows, results_for, traffic_of
 
 

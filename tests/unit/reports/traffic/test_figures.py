@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from dpscope.reports.palette import METHOD_COLOURS
+from dpscope.reports.looks import METHOD_COLOURS
 from dpscope.reports.report import compare_results
 from dpscope.reports.traffic.figures import ROOFLINE, TRAFFIC_BYTES, draw_roofline, draw_traffic_bytes
 from tests.unit.reports.traffic_results import kernel_rows, results_for, traffic_of

@@ -7,7 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dpscope.errors import UserError
-from dpscope.instruments.memory.snapshots import live_tensor_bytes
+from dpscope.instruments.peaks import live_tensor_bytes
 from dpscope.results.schema import merge_results
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import memory as measurement
@@ -115,7 +115,7 @@ def test_a_rule_comes_from_a_file_or_a_module(tmp_path, make_spec):
     result = measure(make_spec(instrument="memory", options={"rule": where}))
     assert "scores_mb" in result.breakdown
     assert "scores" in result.timeline["components"]
-    assert load_rule("dpscope.sentences:list_names").__name__ == "list_names"
+    assert load_rule("dpscope.units:list_names").__name__ == "list_names"
 
 
 @pytest.mark.parametrize(

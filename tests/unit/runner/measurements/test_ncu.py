@@ -12,10 +12,10 @@ from dpscope.errors import UserError
 from dpscope.instruments.ncu import metrics
 from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, L2_TEX_READ, RANGE_METRICS, TENSOR_OPS, XBAR_READ
 from dpscope.instruments.timing import no_progress
-from dpscope.runner import environment, ranged_step, steps
-from dpscope.runner.launcher import ROW_SECONDS
+from dpscope.runner import measure, ranged_step, steps
 from dpscope.runner.measurements import ncu as measurement
 from dpscope.runner.measurements.ncu import measure_ncu
+from dpscope.runner.sweep import ROW_SECONDS
 from tests.fake_tools.ncu import COUNTED, NO_PERMISSION, raw_csv
 
 GUESS = {
@@ -40,11 +40,11 @@ def machine(monkeypatch):
     """What needs a GPU, without one: steps, the estimate, the environment."""
     estimate = ModuleType("dpscope.instruments.estimate")
     estimate.estimate_traffic = lambda step, *, device: {**GUESS}
+    estimate.measure_ceilings = lambda device: {"how": "a fake"}
     monkeypatch.setitem(sys.modules, "dpscope.instruments.estimate", estimate)
     monkeypatch.setattr(steps, "assemble", lambda spec: (Trainer(), [None]))
-    monkeypatch.setattr("dpscope.instruments.ceilings.measure_ceilings", lambda device: {"how": "a fake"})
     monkeypatch.setattr(measurement, "count_launches", lambda step: 3)
-    monkeypatch.setattr(environment, "collect", lambda device: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(measure, "collect", lambda device: {"gpu": "NVIDIA H200"})
     return estimate
 
 

@@ -12,7 +12,8 @@ from dpscope.errors import UserError
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import no_progress
-from dpscope.runner import environment, ranged_step
+from dpscope.runner import measure as environment
+from dpscope.runner import ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.ranged_step import program
 from dpscope.workloads.configs import find_workload

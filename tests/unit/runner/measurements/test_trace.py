@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpscope.results.payloads.trace import TracePayload
-from dpscope.results.validation import find_mismatch
+from dpscope.results.schema import find_mismatch
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.measurements import trace
 from dpscope.runner.spec import RunSpec

@@ -1,0 +1,364 @@
+"""Verification of forward passes: that samples do not mix, and that taps do what the model does.
+
+The root is called in one way as long as the numbers of dimensions, numbers and options that it is given and the modes
+of its modules are the same. The first time it is called in some way, two questions are asked about that call: do
+samples mix in the untouched model (mixing.py), and does the tapped model do what the untouched one does, sample by
+sample (self_test.py)? Later calls are looked at now and then (schedule.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+
+from dpscope.errors import UserError
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.mixing import Mixing
+from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Unclipped
+from dpscope.flash.sample_rows.schedule import LookSchedule
+from dpscope.flash.sample_rows.self_test import OutputPlace, SelfTest, TestedEngine, losses_left_in
+from dpscope.flash.sample_rows.tried_call import RootCall
+from dpscope.flash.step.step_state import StepState
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
+from dpscope.flash.torch_side.captures import own_capture
+from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
+
+MOST_WAYS = 64
+"""In which a model is called, as far as they are remembered."""
+
+
+class NotVerified(UserError):
+    """A call in a capture of a kind that could not be verified before: it has to run eagerly."""
+
+
+class UnknownCall(NamedTuple):
+    """A call of a layer, or of a unit, that was not verified: `dim` dimensions, one row for all if `shared`."""
+
+    tap: Sampled
+    dim: int
+    shared: bool
+
+
+class BegunPass(NamedTuple):
+    """A forward pass of the root that begins. `failure`: what kept it from being verified just now."""
+
+    call: RootCall
+    way: object
+    buffers: list[tuple[Tensor | None, int]]
+    failure: Exception | None
+    verified: bool = False
+    mixed: frozenset[OutputPlace] = frozenset()  # outputs that must not be trained on
+
+
+class _Reading(NamedTuple):
+    """Facts about one way to call the model: `Verification._shared`, `_output_dims` and `_mixed`."""
+
+    shared: frozenset[int]
+    output_dims: list[int | None] | None
+    mixed: frozenset[OutputPlace]
+
+
+class Verification:
+    """Ways of calling the model that were verified, and what was found in them.
+
+    begin_way   called before the root runs in a way that was not verified
+    in_any_dim  whether an argument may have its samples in another dimension than the first
+    """
+
+    def __init__(
+        self,
+        engine: TestedEngine,
+        state: StepState,
+        *,
+        begin_way: Callable[[], None],
+        in_any_dim: bool,
+        ranks: Ranks | None,
+    ) -> None:
+        self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
+        self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
+        model = engine.model
+        self.schedule = LookSchedule()
+        self.buffers = BufferWatch(model, ())
+        self.options = OptionWatch(model)
+        self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
+        self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
+        self.modules = list(model.modules())
+        self._begin_way = begin_way
+        self._in_any_dim = in_any_dim
+        self._verified: dict[object, _Reading] = {}  # ways in which the root was called, in order
+        self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
+        self._asked: object = None  # the way, and the pass, of which it was found that samples do not mix
+        self._warned_of_ways = False
+        self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
+        self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
+        self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
+        self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
+
+    def locally(self) -> AbstractContextManager[None]:
+        """Return a context in which forward passes do not communicate with other processes."""
+        return nullcontext() if self._ranks is None else self._ranks.apart()
+
+    def forget(self) -> None:
+        """Forget the results of verification, because the taps have changed."""
+        self.expanded.clear()
+        self._verified.clear()
+        self._searched.clear()
+
+    # -- a forward pass of the root ----------------------------------------------------------------------------------
+
+    def begin(self, call: RootCall) -> BegunPass:
+        """Verify the call, if it is the first of its way."""
+        # train() or eval() of every module: what a forward does with its samples may hang on any of them
+        # and so may modes of torch functions that are active
+        modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
+        trained = tuple([module.training for module in self.modules])
+        way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
+        failure, verified = None, False
+        if self._is_dry(call):
+            if (run := dry_run.current()) is not None and run.verifies:
+                failure, verified = self._verify(call, way), True
+            return BegunPass(call, way, self.buffers.look(), failure, verified)
+        if own_capture() is not None:
+            if way not in self._verified:
+                raise NotVerified("all samples of the batch are the same, which shows nothing of several")
+            return BegunPass(call, way, self.buffers.look(), None, mixed=self._verified[way].mixed)
+        if self.options.has_changed() or way not in self._verified:
+            self._begin_way()
+            if call.batch:
+                failure, verified = self._verify(call, way), True
+                if self._mixing(call).has_different_samples():
+                    self._remember(way)
+        elif self.schedule.is_due(call.batch):
+            self._shared, self._output_dims, self._mixed = self._verified[way]
+            failure, verified = self._look_again(call), True
+            self._verified[way] = _Reading(self._shared, self._output_dims, self._mixed)
+        mixed = self._verified[way].mixed if way in self._verified else self._mixed
+        return BegunPass(call, way, self.buffers.look(), failure, verified, mixed)
+
+    @staticmethod
+    def _is_dry(call: RootCall) -> bool:
+        """Return whether the call is a dry run on fake tensors, which have no values to look at."""
+        return any(isinstance(leaf, FakeTensor) for leaf in leaves_in((call.args, call.kwargs)))
+
+    def end(self, begun: BegunPass, unknown: list[UnknownCall], output: Any) -> None:
+        """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
+        self.options.note()  # what forward itself has changed
+        changed = self.buffers.changed(begun.buffers)
+        if own_capture() is not None and (lost := [*changed, *self.buffers.replaced(begun.buffers)]):
+            raise UserError(f"{lost[0]} is a buffer that forward changes")
+        if changed:
+            self._judge_buffers(changed, begun.call)
+        if begun.failure is not None:
+            raise UserError(
+                f"the model's forward ran, but could not be run again to verify it ({begun.failure}): its samples may "
+                "mix. A forward must give the same when it is called again with the same arguments"
+            ) from begun.failure
+        self.settle(unknown, begun.call)
+        if begun.mixed:
+            self._forbid_training_on(begun.mixed, output)
+        if self.followed and begun.way not in self._searched:
+            self._search_past_taps(output)
+            if len(self._searched) >= MOST_WAYS:
+                self._searched.clear()
+            self._searched.add(begun.way)
+
+    def settle(self, unknown: list[UnknownCall], call: RootCall) -> None:
+        """Verify a pass again that reached layers in ways that its verification did not reach."""
+        if not unknown:
+            return
+        if dry_run.current() is not None:
+            _note_known(unknown)
+            return
+        failure = None
+        try:
+            self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            failure = error
+        for tap, dim, shared in unknown:
+            if dim not in (tap.shared if shared else tap.known):
+                reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
+                raise UserError(
+                    f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
+                    f"{KEEP_BATCH_FIRST}"
+                )
+
+    def _forbid_training_on(self, places: Collection[OutputPlace], output: Any) -> None:
+        """Refuse a backward pass through outputs, or losses in attributes, that mix samples."""
+        tensors: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
+        tensors |= {(name, key): value for name, key, value in losses_left_in(self._model)}
+        for place in places:
+            tensor = tensors.get(place)
+            if tensor is None or not tensor.requires_grad:
+                continue
+            what = f"output {place}" if isinstance(place, int) else ".".join(filter(None, place))
+
+            def refuse(gradient: Tensor, what: str = what) -> None:
+                if own_capture() is not None or gradient.any():
+                    raise UserError(
+                        f"{what} of the model mixes samples, as a mean over the tokens of all samples does: it has no "
+                        "gradient for each sample. Train on a loss that is a mean or sum over samples"
+                    )
+
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def _remember(self, way: object) -> None:
+        """Record a way of calling the model. If one is forgotten, it is verified again."""
+        self._verified[way] = _Reading(self._shared, self._output_dims, self._mixed)
+        if len(self._verified) < MOST_WAYS:
+            return
+        del self._verified[next(iter(self._verified))]
+        if not self._warned_of_ways:
+            self._warned_of_ways = True
+            warnings.warn(
+                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes, and each "
+                "new one is verified, which is slow: give it numbers that change from step to step as tensors",
+                stacklevel=2,
+            )
+
+    def _verify(self, call: RootCall, way: object) -> Exception | None:
+        """Verify the call; return the error that kept it from being run, if there was one.
+
+        If the pass begins again with other taps, the untouched model is not asked again.
+        """
+        asked = way, self.schedule.passes
+        try:
+            if asked != self._asked:
+                self._shared, self._output_dims, self._mixed, self.doubt = frozenset(), None, frozenset(), ""
+                mixing = self._mixing(call)
+                if call.batch > 1:
+                    self._draw(mixing, call)
+                    self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
+                mixing.find_carried_state()
+                self._asked = asked
+            self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.expanded:
+                raise NotFollowed(list(self.expanded), "it is given a tensor that is made of parameters") from error
+            return error
+        return None
+
+    def _draw(self, mixing: Mixing, call: RootCall) -> None:
+        """Refuse samples that mix. A tap may know why a module mixes them: then its refusal is the one to read."""
+        try:
+            mixing.draw()
+        except UserError:
+            tried = SelfTest(self._engine, call, mixing.sampled_leaves(), mixing.rows(), seed=0)
+            with self._engine.forwards.trial(), self.locally():
+                tried.try_other_samples()
+            raise
+
+    def _look_again(self, call: RootCall) -> Exception | None:
+        """Check some rows of a call whose way was verified before."""
+        try:
+            whole = self.schedule.note_look()
+            mixing = self._mixing(call)
+            if call.batch > 1:
+                mixing.look_again()
+                self._shared = mixing.shared
+            if whole:
+                mixing.find_carried_state()
+                self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _self_test(self, call: RootCall) -> None:
+        """Compare the taps with the untouched model."""
+        tried = self._mixing(call)
+        rows, seed = tried.rows(), self.schedule.passes
+        test = SelfTest(self._engine, call, tried.sampled_leaves(), rows, seed=seed, output_dims=self._output_dims)
+        # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
+        hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
+        with self._engine.forwards.trial() as unknown, hidden, self.locally():
+            compare = test.compare_rows if self._is_sharded else test.run
+            try:
+                compare()
+            except Mismatch as misfit:
+                if self.followed:
+                    test.try_other_samples()  # which tells operands that only have as many rows by chance
+                if not misfit.modules:
+                    raise _of_shared_rows(unknown, call.batch) or misfit from misfit
+                raise
+            except Unclipped as found:
+                raise test.stray([self._engine.trained()[found.name]]) from found
+            except (UserError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if (refusal := _of_shared_rows(unknown, call.batch)) is not None:
+                    raise refusal from error
+                # vmap may have gone through forward, and not through backward.
+                if not isinstance(error, RuntimeError) or not self._engine.run_by_loop():
+                    raise
+                compare()
+        self._mixed = frozenset(test.mixed)
+        _note_known(unknown)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._ranks is not None and self._ranks.layout.mesh is not None
+
+    def _mixing(self, call: RootCall) -> Mixing:
+        gates = [] if self._is_sharded else self._engine.trained().values()
+        found = Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
+        found.may_repeat = bool(self.followed)  # operators are told apart by their numbers of rows
+        return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Run the model without taps, and without other processes."""
+        with self._engine.without_taps(), self.locally():
+            yield
+
+    def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
+        """Refuse buffers that forward changes differently when a sample is replaced."""
+        seen = self._mixing(call).watch_with_others(lambda: self.buffers.values(paths)) if call.batch else []
+        for index, path in enumerate(paths):
+            self.buffers.judge(path, [values[index] for values in seen])
+
+    def _search_past_taps(self, output: Any) -> None:
+        """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""
+        reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
+        # A compiled graph has them as inputs, whatever it does with them: an ordinary gradient of one will be refused.
+        reached -= self.held_by_graphs
+        if reached:
+            self._begin_again_without(reached, "a parameter is used where that cannot be followed")
+            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
+
+    def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:
+        modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
+        if modules:
+            raise NotFollowed(modules, reason)
+
+
+def _note_known(calls: list[UnknownCall]) -> None:
+    """Note that rows of these calls are the samples, or one row for all of them."""
+    for tap, dim, shared in calls:
+        (tap.shared if shared else tap.known).add(dim)
+
+
+def _of_shared_rows(unknown: list[UnknownCall], batch: int) -> NotFollowed | None:
+    """Return the refusal of layers that were given one row for all samples, if there are any."""
+    taps = [call.tap for call in unknown if call.shared]
+    if not taps:
+        return None
+    return NotFollowed(
+        list(dict.fromkeys(tap.module for tap in taps)),
+        f"{taps[0].name} was given a tensor with one row for all {batch} samples, and its output is not simply "
+        "broadcast over them. Give it a row for each sample (x.expand(batch_size, ...))",
+    )

@@ -1,1 +1,0 @@
-"""Common parts of pictures for papers. matplotlib is loaded when the first is drawn."""
