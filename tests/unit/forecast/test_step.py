@@ -295,3 +295,12 @@ def test_operands_that_do_not_fit_row_by_row_are_told_by_their_shapes(capfd):
     """Without values they were taken to have rows of samples: the plan ended in an error, with torch's log of it."""
     forecast_step(RunSpec(workload=workload_of(repeating_workload), method="flash", batch_size=4, device="cuda"), H200)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_may_read_a_short_list_that_it_made_on_the_cpu():
+    """As models do for their drop-path rates."""
+    with open_device(H200):
+        rates = torch.linspace(0, 0.2, 6, device="cpu").split([2, 4])
+        assert [x.tolist() for x in rates] == [pytest.approx([0.0, 0.04]), pytest.approx([0.08, 0.12, 0.16, 0.2])]
+        with pytest.raises(ReadsValues):
+            torch.linspace(0, 0.2, 6, device=DEVICE).tolist()
