@@ -171,6 +171,7 @@ class BareTap(TapOfSamples):
         self.places = [(owner._parameters, key, p) for owner, key, p in own_parameters(module)]
         self.roles: dict[Any, BareUse | Constant | Expanded | Unrelated] = {}
         self.constants: set[Any] = set()  # operators that were found to meet nothing of the samples
+        self.repeats: dict[Any, bool] = {}  # rows of parameters that are repeated: as often as there are samples?
         self._found_constant = False
         self.hooks: Any = None  # on saved tensors, where the module's forward began
         self._early: _Places | None = None  # proxies that a hook has put in place, before forward
@@ -261,8 +262,10 @@ class BareTap(TapOfSamples):
 
     def derive(self, func: Any, leaves: list[Any], spec: Any) -> Any:
         """Call an operator whose result depends on parameters and constants alone."""
+        name = getattr(func, "__name__", "")
+        if name in ("repeat", "tile") and self._repeats_for_samples(leaves):
+            return leaves[0][None].samples().flatten(0, 1)
         with torch.enable_grad(), _without_saved_tensor_hooks():
-            name = getattr(func, "__name__", "")
             if name in ("repeat", "tile"):
                 func = _repeated
             elif name in _KEEP_ROWS:
@@ -274,6 +277,25 @@ class BareTap(TapOfSamples):
         if isinstance(result, tuple | list | dict):
             return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
         return result
+
+    def _repeats_for_samples(self, leaves: list[Any]) -> bool:
+        """Return whether rows of parameters are repeated as often as there are samples: p.repeat(B, 1, …).
+
+        DeBERTa does so with the heads of its positions. Verification tells it from a number that is the same by chance,
+        and what it was then it has to stay.
+        """
+        rows, *times = leaves
+        alike = type(rows) is Bare and len(times) == rows.dim() and rows.shape[0] > 1
+        if not alike or any(each != 1 for each in times[1:]):
+            return False
+        batch = self.batch()
+        is_so = times[0] == batch
+        if batch > 1:
+            was_so = self.repeats.setdefault((rows.origin, tuple(rows.shape)), is_so)
+            if was_so and not is_so:
+                raise self.cannot_follow("rows of a parameter are repeated as often as there were samples before")
+            return was_so
+        return is_so and self.repeats.get((rows.origin, tuple(rows.shape)), False)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         return Bare.of(tensor, self) if tensor.requires_grad else tensor
@@ -342,7 +364,8 @@ class BareTap(TapOfSamples):
     def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
         """Call an operator whose other operands are taken to be constants, with nothing of the samples."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
-        behind = [leaf for leaf in leaves_behind(others) if leaf.requires_grad]
+        used = [*leaves_behind(others), *(other for other in others if other.is_leaf)]
+        behind = [leaf for leaf in used if leaf.requires_grad]
         strays = [leaf for leaf in behind if isinstance(leaf, nn.Parameter)]
         if strays and len(strays) == len(behind):
             raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=strays)

@@ -300,7 +300,7 @@ class Verification:
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                if (refusal := _of_shared_rows(unknown, call.batch)) is not None:
+                if not self.expanded and (refusal := _of_shared_rows(unknown, call.batch)) is not None:
                     raise refusal from error
                 # vmap may have gone through forward, and not through backward.
                 if not isinstance(error, RuntimeError) or not self._engine.run_by_loop():

@@ -101,6 +101,17 @@ def attend_in_windows(m, x):
     return found.reshape(len(x), -1)
 
 
+def by_heads(rows):
+    batch, length, width = rows.shape
+    return rows.view(batch, length, 2, width // 2).transpose(1, 2).reshape(2 * batch, length, width // 2)
+
+
+def attend_to_positions(m, x):
+    """Positions that a layer makes of a table are repeated for the heads of each sample, as in DeBERTa."""
+    positions = by_heads(m.inner(m.table.weight[None])).repeat(len(x), 1, 1)
+    return torch.bmm(by_heads(m.inner(x)), positions.transpose(1, 2)).view(len(x), -1)
+
+
 def normalised(m, x):
     return F.linear(x, m.size * m.direction / m.direction.norm(dim=1, keepdim=True))
 
@@ -131,6 +142,8 @@ FOLLOWED = {
     "attention bias": lambda: Owner(attend, p=bare(LENGTH, LENGTH)),
     "attention bias of heads": lambda: Owner(attend_in_windows, p=bare(3, LENGTH, LENGTH), inner=layer()),
     "attention bias in windows": lambda: Owner(attend_in_windows, p=bare(1, 3, LENGTH, LENGTH), inner=layer()),
+    "repeated positions": lambda: Owner(attend_to_positions, table=nn.Embedding(7, WIDTH), inner=layer()),
+    "a repeated weight": lambda: Owner(lambda m, x: m.inner(x) @ m.p.repeat(4, 1).T, p=bare(2, WIDTH), inner=layer()),
     "weight norm": lambda: Owner(normalised, size=bare(3, 1), direction=bare(3, WIDTH)),
     "masked weight": lambda: Owner(
         lambda m, x: F.linear(x, m.w * m.mask), w=bare(3, WIDTH), mask=torch.ones(3, WIDTH).tril()
@@ -454,3 +467,10 @@ def test_images_of_other_sizes_have_other_numbers_of_windows():
             with engine.without_taps():
                 truth = run_oracle(model, batch, one_loss(losses), max_grad_norm=0.1)
             torch.testing.assert_close(model.p.grad, truth.clipped_sums["p"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [4, 5, 3])
+def test_a_parameter_that_is_repeated_for_each_sample_keeps_its_layers_layers(samples):
+    model = FOLLOWED["repeated positions"]()
+    batch = {"x": torch.randn(samples, LENGTH, WIDTH)}
+    assert "opaque" not in {row.kind for row in assert_exact(model, batch, losses).explain()}
