@@ -39,7 +39,6 @@ from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
@@ -126,7 +125,6 @@ class FlashEngine:
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.block: CheckpointedBlock | None = None  # whose layers run now
         self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
-        self.tail: Tail | None = None  # while a block runs again
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
         self._attach(given, batch_size_of)
         self.anchor = Anchor(budget.begin_backward)

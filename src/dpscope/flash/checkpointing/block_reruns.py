@@ -27,12 +27,11 @@ from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.taps import Engine
 from dpscope.random_states import cuda_devices
 
 TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
-Finished = tuple[BlockPass, Tail, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
+Finished = tuple[BlockPass, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
 
 
 class Reruns:
@@ -150,8 +149,6 @@ class BlockReruns:
         self._rounding = 0.0
         self._numpy_state: Any = None  # where the micro-batch's forward began
         self._draws_from_numpy = True
-        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: its form, and the product to leave out
-        self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
 
     def begin_micro_batch(self) -> None:
         self._numpy_state = _numpy_state()
@@ -191,10 +188,7 @@ class BlockReruns:
             def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
                 with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
                     if each is not None and anchor is not None:
-                        # The product to skip is known from an earlier run of the same shape with the same layers.
-                        form, number = self._left_out.get(each.index, (None, None))
-                        tail = Tail(number if form == _form(each) and each.index not in self._whole else None)
-                        finished.append((each, tail, self._run_one(each, use, anchor, tail)))
+                        finished.append((each, self._run_one(each, use, anchor)))
 
             yield run
         if finished:
@@ -212,38 +206,31 @@ class BlockReruns:
     def _end(self) -> None:
         engine = self.engine
         engine.path_rules.runs_again = engine.forwards.rerunning = False
-        self.take = engine.wanted = engine.tail = None
+        self.take = engine.wanted = None
 
     def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:
-        before = [each.fingerprint for each, _, _ in finished if each.fingerprint is not None]
-        differing = different(before, [projected for _, _, projected in finished], finite)
-        refused = []
-        for (each, tail, _), differs in zip(finished, differing, strict=True):
-            if differs or not tail.is_as_expected:
-                refused.append(each)
-                self._whole.add(each.index)
-            elif tail.left_out is None:
-                self._left_out[each.index] = (_form(each), tail.can_be_left_out)
-        if refused:
+        before = [each.fingerprint for each, _ in finished if each.fingerprint is not None]
+        differing = different(before, [projected for _, projected in finished], finite)
+        if True in differing:
+            refused, _ = finished[differing.index(True)]
             raise UserError(
-                f"the checkpointed block {self.choices.name(refused[0].index)} gave its layers other gradients or "
+                f"the checkpointed block {self.choices.name(refused.index)} gave its layers other gradients or "
                 "inputs when it was run again at the step: return all tensors that the loss uses from the block, or "
                 "leave memory_budget at None (docs/sharp-edges.md#block-that-does-not-repeat)"
             )
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
-        self.engine.wanted, self.engine.tail = left.keys(), tail
+        self.engine.wanted = left.keys()
 
         def take(slot: Slot, part: Contribution) -> None:
-            tail.note_layer()
             if slot in left:  # layers that backward came to when it had left the block are held
                 left[slot].append(part)
 
         self.take = take
-        each.run_again(anchor, self.choices.name(each.index), tail)
+        each.run_again(anchor, self.choices.name(each.index))
         projected = project(left)
         found = {slot: parts for slot, parts in left.items() if parts}
         left.clear()
@@ -259,11 +246,6 @@ class BlockReruns:
                 f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
                 "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
-
-
-def _form(each: BlockPass) -> tuple[Any, ...]:
-    """Return the properties that have to be equal for two passes through a block to make the same products."""
-    return each.shapes, [id(slot) for slot in each.slots]
 
 
 def _numpy_state() -> Any:

@@ -20,7 +20,6 @@ from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
@@ -49,7 +48,6 @@ class Engine(Protocol):
     anchor: Anchor
     refusal: type[UserError]
     wanted: Collection[Slot] | None
-    tail: Tail | None
 
     @property
     def block(self) -> LayerBlock | None: ...
