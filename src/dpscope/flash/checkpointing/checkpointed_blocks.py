@@ -24,7 +24,6 @@ from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import GroupedNorms
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
@@ -110,12 +109,12 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """Checkpointed blocks of an engine's model. `sharded`: the ranks over which it is sharded."""
+    """Checkpointed blocks of an engine's model."""
 
-    def __init__(self, engine: BlockEngine, sharded: Ranks | None) -> None:
+    def __init__(self, engine: BlockEngine) -> None:
         self.engine = engine
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices, sharded)
+        self.reruns = BlockReruns(engine, self.choices)
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
@@ -153,7 +152,7 @@ class CheckpointedBlocks:
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
-        if self.reruns.sharded is not None and module_of(function) is None:
+        if self.engine.ranks.sharded and module_of(function) is None:
             self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
@@ -196,7 +195,7 @@ class CheckpointedBlocks:
     @property
     def _has_groups(self) -> bool:
         """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
-        return len(self.engine.clip.bounds) > 1 and self.reruns.sharded is None
+        return len(self.engine.clip.bounds) > 1 and not self.engine.ranks.sharded
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
