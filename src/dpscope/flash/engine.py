@@ -110,7 +110,7 @@ class FlashEngine:
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
         budget = MemoryBudget(memory_budget, list(model.parameters()))
-        self.path_rules = PathRules(path, budget, sharded=self.ranks.sharded)
+        self.path_rules = PathRules(path, budget, reduced=self.ranks.sharded)
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -129,6 +129,7 @@ class FlashEngine:
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
+            self.path_rules.runs_again = self.blocks.runs_again
 
     @property
     def max_grad_norm(self) -> float:

@@ -139,6 +139,7 @@ class BlockReruns:
         self.choices = choices
         self.devices = cuda_devices(engine.model)
         self.take: Callable[[Slot, Contribution], None] | None = None
+        self.is_running = False
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._rounding = 0.0
@@ -193,14 +194,14 @@ class BlockReruns:
         engine = self.engine
         self._refuse_changes(passes[0])
         stack.callback(self._end)
-        engine.path_rules.runs_again = engine.forwards.rerunning = True
+        self.is_running = engine.forwards.rerunning = True
         stack.enter_context(engine.state.expecting(engine.groups.row_count(passes[0].batch_size)))
         stack.enter_context(untouched(engine.model))
         return stack.enter_context(engine.anchor.renewed())
 
     def _end(self) -> None:
         engine = self.engine
-        engine.path_rules.runs_again = engine.forwards.rerunning = False
+        self.is_running = engine.forwards.rerunning = False
         self.take = engine.wanted = None
 
     def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:

@@ -72,10 +72,13 @@ class CheckpointedBlock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Treat layers that run inside the context as the block's."""
-        engine = self.blocks.engine
-        runs_again = self.open is not None or not self.keeps
-        with temporarily(engine, block=self), temporarily(engine.path_rules, runs_again=runs_again):
+        with temporarily(self.blocks.engine, block=self):
             yield
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """True if its layers may not keep per-sample gradients."""
+        return self.open is not None or not self.keeps
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -120,7 +123,13 @@ class CheckpointedBlocks:
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
         self._gathering: BlockPass | None = None
+        self._is_norming = False
         engine.state.when_dropped(self.clear)
+
+    def runs_again(self) -> bool:
+        """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
+        block = self.engine.block
+        return self.reruns.is_running or self._is_norming or (block is not None and block.keeps_nothing)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -271,8 +280,7 @@ class CheckpointedBlocks:
     @contextmanager
     def _norming(self, done: BlockPass) -> Iterator[None]:
         """Take the fingerprint of what the block's layers left; then let several uses take the path of the sum."""
-        rules = self.engine.path_rules
-        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(rules, runs_again=True):
+        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(self, _is_norming=True):
             if done.input is not None:
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
             yield

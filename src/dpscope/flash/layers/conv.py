@@ -336,14 +336,8 @@ def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
     channel = g.dim() - n - 1
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
-    rules = tap.engine.path_rules
-    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel)
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
-    kept = groups * d * p * stored_dtype(g.dtype).itemsize
-    freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
-    if groups > 1 and rules.forced is None and kept <= freed:
-        return Decision(KEEP, f"{groups} groups: per-sample gradients are smaller than x and g", decision.costs)
-    return decision
+    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel, groups)
+    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
