@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients import contributions
-from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide, wide_product
 from dpscope.flash.gradients.paths import KEEP, Decision, PathRules, tied_decision
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
-from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES
+from dpscope.flash.kernels.triton_runtime import slices
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
@@ -37,10 +36,8 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     x, head = outer.x, outer.g
     dtype = wide(g.dtype)
     batch, length = ids.shape
-    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
     total = torch.zeros(batch, dtype=torch.float64, device=g.device)
-    for start in range(0, length, step):
-        part = slice(start, start + step)
+    for part in slices(length, batch * head.shape[1] * 8, scratch=True):
         picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
         products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
         total += (picked.double() * products.double()).sum((1, 2))
@@ -51,9 +48,9 @@ def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
     """Compute both norms by the direct path: per-sample gradients in slices of the batch, squared and dropped."""
     dtype = wide(outer.g.dtype)
     norms = []
-    for part in contributions.chunks(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize):
+    for part in slices(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize, scratch=True):
         table = Lookup(lookup.ids[part], lookup.g[part].to(dtype), lookup.rows, lookup.padding_idx, lookup.decision)
-        products = contributions.wide_product(outer.g[part].transpose(1, 2), outer.x[part])
+        products = wide_product(outer.g[part].transpose(1, 2), outer.x[part])
         norms.append(kept_norms_squared([products.add_(table.materialise())]))
     return torch.cat(norms)
 

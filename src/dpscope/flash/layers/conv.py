@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, fold, take_rows, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
@@ -35,6 +35,7 @@ from dpscope.flash.kernels.float32_products import convolves_unrounded, cudnn_in
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.triton_runtime import slices
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side.autograd_graph import save, saved
 from dpscope.vocabulary.components import GRADIENTS
@@ -111,7 +112,7 @@ class Patches(Saved):
         n = len(self.geometry.kernel)
         positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
         patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel) * self.geometry.copies
-        return list(chunks(self.batch_size, patches * self.first.element_size()))
+        return list(slices(self.batch_size, patches * self.first.element_size(), scratch=True))
 
     def _gradients(self, samples: slice) -> Tensor:
         if self.by_torch or (_is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape)):
@@ -164,7 +165,7 @@ class Patches(Saved):
             return conv_products(self._product(), None)[1].sum(1)
         if self.by_torch and self.decision.path == DIRECT:
             dtype = wide(self.g.dtype)
-            pieces = chunks(self.batch_size, math.prod(self.shape) * dtype.itemsize)
+            pieces = slices(self.batch_size, math.prod(self.shape) * dtype.itemsize, scratch=True)
             return torch.cat([kept_norms_squared([self._by_groups(samples, dtype)]) for samples in pieces])
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
 
