@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Alone, Ranks
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch, Sums
 from dpscope.flash.torch_side.autocast import no_autocast
 
 # Where blocks run again, sums of what is held are made in pieces of about this size, which frees its x and g.
@@ -35,29 +35,29 @@ class LocalCloser:
         """Return the sums of all trainable parameters. `factored`: as in `MicroBatch.sums`."""
         if micro is None:
             return self._zeros(set(), into)
-        made = SumBatch([], [], None) if again is None else again.made(into)
+        made = {} if again is None else again.made(into)
         if again:
             for batch in micro.sums(into=into, factored=False, group_bytes=HELD_GROUP_BYTES):
-                made.extend(batch)
+                made.update(batch.items())
             with again.sums(micro, into) as sums_of:
-                made.extend(sums_of(None))
+                made.update(sums_of(None))
         return self._stream(micro, made, into, factored=factored)
 
-    def _stream(
-        self, micro: MicroBatch, made: SumBatch, into: RunningSum | None, *, factored: bool
-    ) -> Iterator[SumBatch]:
+    def _stream(self, micro: MicroBatch, made: Sums, into: RunningSum | None, *, factored: bool) -> Iterator[SumBatch]:
         """Yield the sum of every trainable parameter once. `made`: those that are made already."""
-        done = {id(parameter) for parameter in (*micro.parameters, *made.parameters)}
-        if made.parameters:
-            yield made
-        del made
+        done = {*micro.parameters, *made}
+        if made:
+            batch = SumBatch(list(made), list(made.values()), None)
+            made.clear()  # what is handed out is not held here
+            yield batch
+            del batch
         yield from micro.sums(into=into, factored=factored)
         yield from self._zeros(done, into)
 
-    def _zeros(self, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
+    def _zeros(self, done: set[nn.Parameter], into: RunningSum | None) -> Iterator[SumBatch]:
         """Yield zero sums of the trainable parameters that no backward pass reached."""
         for parameter in self._slots:
-            if id(parameter) not in done and parameter.requires_grad:
+            if parameter not in done and parameter.requires_grad:
                 existing = into(parameter) if into else None
                 yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)
 
@@ -72,7 +72,7 @@ class RankCloser:
         self, micro: MicroBatch | None, again: Reruns | None, into: RunningSum | None, *, factored: bool
     ) -> Iterator[SumBatch]:
         """Return the sums of all trainable parameters. They travel before an update uses them: none is `factored`."""
-        made = SumBatch([], [], None) if again is None else again.made(None)
+        made = {} if again is None else again.made(None)
         if not again:
             return self._reduce(micro, made, lambda names: made, into)
         with again.sums(micro, None) as sums_of:
@@ -81,8 +81,8 @@ class RankCloser:
     def _reduce(
         self,
         micro: MicroBatch | None,
-        made: SumBatch,
-        sums_of_blocks: Callable[[Collection[str] | None], SumBatch],
+        made: Sums,
+        sums_of_blocks: Callable[[Collection[str] | None], Sums],
         into: RunningSum | None,
     ) -> Iterator[SumBatch]:
         device = "cpu" if micro is None else micro.clipping.scale.device.type
@@ -90,7 +90,7 @@ class RankCloser:
         def sums_of(some: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
             with torch.no_grad(), no_autocast(device):
                 again = sums_of_blocks({self._slots[parameter].name for parameter in some})
-                found = {**_taken(made, some), **_taken(again, some)}
+                found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}
                 return found if micro is None else {**found, **micro.sums_of(some)}
 
         self._ranks.meet_to_reduce()
@@ -104,14 +104,6 @@ class RankCloser:
 def make_closer(slots: Slots, ranks: Alone) -> LocalCloser | RankCloser:
     """Return the closer of a model that these processes train."""
     return RankCloser(slots, ranks) if isinstance(ranks, Ranks) else LocalCloser(slots)
-
-
-def _taken(made: SumBatch, some: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Remove and return the sums of some parameters that are already made."""
-    every = dict(zip(made.parameters, made.tensors, strict=True))
-    found = {parameter: every.pop(parameter) for parameter in some if parameter in every}
-    made.parameters[:], made.tensors[:] = list(every), list(every.values())
-    return found
 
 
 def one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -6,7 +6,6 @@ They go through the host (gloo), a few bytes at a time, so that no rank waits fo
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.flash.kernels.tensor_lists import as_word
 from dpscope.units import list_names
 
 _ENDED = "another process has ended or cannot be reached; look for the first error of the others"
@@ -106,7 +106,7 @@ class Control:
         if self.alone:
             return key
         digest = blake2b(repr(facts).encode(), digest_size=8).digest()
-        own = torch.tensor(struct.unpack("<3q", digest + struct.pack("<2Q", *(word % 2**64 for word in key))))
+        own = torch.tensor([int.from_bytes(digest, "little", signed=True), *map(as_word, key)])
         rows = torch.empty(self.size, 3, dtype=torch.int64)
         with naming_lost_ranks(f"to {facts[WHAT]}"):
             dist.all_gather(list(rows.unbind()), own, group=self._group)
