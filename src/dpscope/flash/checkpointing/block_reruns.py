@@ -22,6 +22,7 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, Sums
 from dpscope.flash.step.step_state import Recorded
@@ -35,11 +36,18 @@ Finished = tuple[BlockPass, dict[str, Tensor]]  # a block that ran again, with t
 class Reruns:
     """Blocks to run again in one closing: of this process, or of any rank over which the model is sharded.
 
+    blocks  what runs them; None if no block ever runs again
+
     Parameters of `clashing` blocks were used outside their block or in several passes: the norm is that of all uses, so
     these blocks run before norms are taken, and are held.
     """
 
-    def __init__(self, blocks: BlockReruns, passes: list[BlockPass], recorded: Recorded) -> None:
+    def __init__(self, blocks: BlockReruns | None, passes: list[BlockPass], recorded: Recorded) -> None:
+        self.passes: list[BlockPass] = []
+        self._summed: list[BlockPass] = []
+        self._orders: list[BlockNames] = [{}, {}]
+        if blocks is None:
+            return
         self._blocks = blocks
         uses = Counter(slot for slot, parts in recorded if parts)
         uses.update(slot for each in passes for slot in each.slots)
@@ -83,16 +91,17 @@ class Reruns:
 
     def hold_clashing(self, recorded: Recorded) -> None:
         """Run the clashing blocks, and add what their layers leave to what is recorded."""
+        if not self._orders[0]:
+            return
         held = dict(recorded)
 
         def hold(left: Left) -> None:
             for slot, contributions in left.items():
                 held[slot].extend(contributions)
 
-        if self._orders[0]:
-            with self._blocks.running(list(self._clashing.values()), None) as run:
-                for number, names in self._orders[0].items():
-                    run(self._clashing.get(number), names, hold)
+        with self._blocks.running(list(self._clashing.values()), None) as run:
+            for number, names in self._orders[0].items():
+                run(self._clashing.get(number), names, hold)
 
     @contextmanager
     def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., Sums]]:

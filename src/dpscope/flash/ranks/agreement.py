@@ -62,14 +62,11 @@ def _is_told(error: BaseException | None) -> bool:
 
 
 class Control:
-    """A process group of all ranks on the host. To be made on all ranks at once."""
+    """A process group of all ranks on the host. Without one nobody else is there to agree with."""
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        # In a simulated world nobody else is there to agree with.
-        self.alone = self.size == 1 or dist.get_backend() == "fake"
-        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=_timeout())
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+        self.alone = group is None
         self.models = 0  # made private so far
         self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
@@ -151,7 +148,9 @@ def control() -> Control:
     world = dist.group.WORLD
     if world not in _controls:
         _controls.clear()
-        _controls[world] = Control()
+        alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"  # of a simulated world
+        group = None if alone else dist.new_group(backend="gloo", timeout=_timeout())
+        _controls[world] = Control(dist.get_rank(), dist.get_world_size(), group)
     return _controls[world]
 
 
