@@ -127,6 +127,7 @@ class FlashEngine:
         self._attach(batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
+        self.defers_sums = memory_budget is None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
             self.path_rules.runs_again = self.blocks.runs_again

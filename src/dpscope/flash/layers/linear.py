@@ -148,7 +148,7 @@ class LinearTap(LayerTap):
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
         trains_weight, trains_bias = ctx.live
-        if not (trains_weight and trains_bias) or self.engine.blocks is not None:
+        if not (trains_weight and trains_bias) or not self.engine.defers_sums:
             return super().backward(ctx, g)
         x, weight = saved(ctx)
         dx, g = self._input_gradient(ctx, g, weight)

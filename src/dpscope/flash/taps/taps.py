@@ -50,12 +50,10 @@ class Engine(Protocol):
     anchor: Anchor
     refusal: type[UserError]
     wanted: Collection[Slot] | None
+    defers_sums: bool  # per-sample sums over positions may wait for the closing
 
     @property
     def block(self) -> LayerBlock | None: ...
-
-    @property
-    def blocks(self) -> object | None: ...
 
     @property
     def parameters(self) -> Collection[nn.Parameter]: ...
