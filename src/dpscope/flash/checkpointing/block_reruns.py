@@ -173,8 +173,7 @@ class BlockReruns:
 
     def names_in(self, each: BlockPass) -> set[str]:
         """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
-        inside = each.module.parameters() if self.engine.ranks.sharded and each.module is not None else ()
-        return {slot.name for slot in each.slots}.union(self.engine.slot(parameter).name for parameter in inside)
+        return {slot.name for slot in each.slots} | self.engine.ranks.names_inside(each.module)
 
     @contextmanager
     def running(

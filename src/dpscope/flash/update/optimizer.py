@@ -193,18 +193,18 @@ class _Piece:
 
     group: _Group
     factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
 
     def split(
         self, values: Sequence[_Value], states: list[list[Tensor]]
     ) -> Iterator[tuple[_Value, _Piece, Sequence[list[Tensor]]]]:
-        """Split the piece and the columns of its states by equal values."""
-        for value, (parameters, sums, starts, *columns) in _split(
-            values, self.parameters, self.sums, self.starts, *states
-        ):
-            yield value, _Piece(self.group, self.factors, parameters, sums, starts), columns
+        """Split the piece and the columns of its states by equal values. Of shards, take this rank's parts."""
+        columns: list[list[Any]] = [self.parameters, self.sums, self.starts, *states]
+        for value, (parameters, sums, starts, *of_state) in _split(values, *columns):
+            piece = _Piece(self.group, self.factors, local_parts(parameters), sums, starts)
+            yield value, piece, list(map(local_parts, of_state))
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
@@ -255,9 +255,9 @@ def _sgd(piece: _Piece, step: _Step) -> None:
 
     for first, part, columns in piece.split(fresh, buffers):
         fused_sgd_(
-            local_parts(part.parameters),
+            part.parameters,
             part.sums,
-            local_parts(columns[0]) if columns else (),
+            *columns,
             first_step=first,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
@@ -283,13 +283,10 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     states = _state_columns(piece, step.state_of, _moments(group))
     for count, part, (counters, *columns) in piece.split(step.counts.next_values(states[0]), states):
         step.advance(counters, count)
-        exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
         fused_adam_(
-            local_parts(part.parameters),
+            part.parameters,
             part.sums,
-            exp_avgs,
-            exp_avg_sqs,
-            maxima[0] if maxima else (),
+            *columns,
             step=count,
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
@@ -317,7 +314,7 @@ def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> l
 
 
 def _with_moments(
-    state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], moments: Sequence[str]
+    state: dict[str, Any], parameter: Tensor, group: dict[str, Any], moments: Sequence[str]
 ) -> dict[str, Any]:
     if "step" not in state:
         where = parameter.device if group.get("fused") else "cpu"
