@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch, Sums
+from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum, SumBatch
 from dpscope.flash.torch_side.autocast import no_autocast
 
 # Where blocks run again, sums of what is held are made in pieces of about this size, which frees its x and g.
@@ -50,7 +50,7 @@ def close_sums(
 
 
 def _stream(
-    slots: Slots, micro: MicroBatch, made: Sums, into: RunningSum | None, *, factored: bool
+    slots: Slots, micro: MicroBatch, made: MadeSums, into: RunningSum | None, *, factored: bool
 ) -> Iterator[SumBatch]:
     """Yield the sum of every trainable parameter once. `made`: those that are made already."""
     done = {*micro.parameters, *made}
@@ -85,8 +85,8 @@ def _reduce(
     slots: Slots,
     ranks: Ranks,
     micro: MicroBatch | None,
-    made: Sums,
-    sums_of_blocks: Callable[[Collection[str] | None], Sums],
+    made: MadeSums,
+    sums_of_blocks: Callable[[Collection[str] | None], MadeSums],
     into: RunningSum | None,
 ) -> Iterator[SumBatch]:
     device = "cpu" if micro is None else micro.clipping.scale.device.type
