@@ -15,7 +15,6 @@ from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum, SumBatch
-from dpscope.flash.torch_side.autocast import no_autocast
 
 # Where blocks run again, sums of what is held are made in pieces of about this size, which frees its x and g.
 HELD_GROUP_BYTES = 1 << 27
@@ -89,13 +88,10 @@ def _reduce(
     sums_of_blocks: Callable[[Collection[str] | None], MadeSums],
     into: RunningSum | None,
 ) -> Iterator[SumBatch]:
-    device = "cpu" if micro is None else micro.clipping.scale.device.type
-
-    def sums_of(some: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-        with torch.no_grad(), no_autocast(device):
-            again = sums_of_blocks({slots[parameter].name for parameter in some})
-            found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}
-            return found if micro is None else {**found, **micro.sums_of(some)}
+    def sums_of(some: Sequence[nn.Parameter]) -> MadeSums:
+        again = sums_of_blocks({slots[parameter].name for parameter in some})
+        found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}
+        return found if micro is None else {**found, **micro.sums_of(some)}
 
     ranks.meet_to_reduce()
     trained = [parameter for parameter in slots if parameter.requires_grad]

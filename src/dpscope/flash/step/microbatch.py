@@ -25,12 +25,11 @@ from dpscope.flash.kernels.sample_sums import many_bias_sums
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.torch_side.autocast import no_autocast
 
-# Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
+# Sums of at most about this size are made and updated at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
-# What a CUDA graph gave out was copied, and the graph keeps its memory: that comes on top. On an H200 at 8 × 256 of
-# preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
-GROUP_BYTES_OF_COPIES = 1 << 28
 # Where a step may take little more than it does already, groups are as small as this, and as much is left for scratch.
+# So they are for what a CUDA graph gave out: that was copied, and the graph keeps its memory. On an H200 at 8 × 256 of
+# preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 LEAST_GROUP_BYTES = 1 << 28
 
 EACH_ROW = RowGroups(1)
@@ -207,7 +206,7 @@ class MicroBatch:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
         if any(part.is_copy for part in alone):
-            return GROUP_BYTES_OF_COPIES
+            return LEAST_GROUP_BYTES
         if self._room is None:
             return GROUP_BYTES
         kept = [values for part in alone if (values := part.per_sample) is not None]
@@ -227,9 +226,10 @@ class MicroBatch:
             self._parts[at] = ()
         found: MadeSums = {}
         self._refuse_other_rounding()
-        for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
-            for batch in sum_parts(some, of_them, scale, into=None):
-                found.update(batch.items())
+        with torch.no_grad(), no_autocast(self.clipping.scale.device.type):
+            for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
+                for batch in sum_parts(some, of_them, scale, into=None):
+                    found.update(batch.items())
         return found
 
     def sums_of_others(

@@ -11,15 +11,13 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
+from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.torch_side.shards import as_part_of, local
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class RunningSums:
@@ -38,8 +36,7 @@ class RunningSums:
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Hold the first sum of a parameter; later ones are added into what `get` returns."""
-        dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
-        self._held[parameter] = total.to(dtype)
+        self._held[parameter] = total.to(wide(parameter.dtype))
 
     def items(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter that has a sum, and the sum."""

@@ -21,13 +21,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dpscope.flash.kernels.fused_update import adam_numbers, fused_adam_, fused_sgd_, sgd_numbers
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
-from dpscope.flash.step.microbatch import SumBatch
+from dpscope.flash.step.microbatch import GROUP_BYTES, SumBatch
 from dpscope.flash.torch_side.shards import local_parts
 from dpscope.flash.update.captured_update import CapturedUpdate, Numbers, StepCounts
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource
-
-# Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
-PIECE_BYTES = 2**30
 
 _Value = TypeVar("_Value")
 
@@ -139,7 +136,7 @@ class FusedUpdate:
             waiting += _collect(batch, group_of, starts, pieces)
             as_gradients = batch.factors is not None
             del batch  # the next is made when it is asked for: nothing here holds what this one takes
-            if as_gradients or waiting >= PIECE_BYTES:
+            if as_gradients or waiting >= GROUP_BYTES:
                 self._apply(pieces, step)
                 waiting = 0
         self._apply(pieces, step)
