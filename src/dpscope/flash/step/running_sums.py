@@ -8,8 +8,8 @@ rounded sums of two neighbouring batches may differ by more than C.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.shards import as_part_of, local
 
 
@@ -42,14 +43,9 @@ class RunningSums:
         """Yield every parameter that has a sum, and the sum."""
         return self._held.items()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Restore the earlier sums at the end of the block."""
-        before = dict(self._held)
-        try:
-            yield
-        finally:
-            self._held = before
+        return temporarily(self, _held=dict(self._held))
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         """Return name and sum of every parameter that has one."""
