@@ -28,7 +28,16 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, step_back
 from dpscope.flash.layers.bare_node import apply_used, operands_of
-from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
+from dpscope.flash.layers.bare_use import (
+    BareUse,
+    Constant,
+    Expanded,
+    Unrelated,
+    learn,
+    name_of,
+    rows_of_a_sample,
+    slot_of,
+)
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.taps.traced import break_graph
@@ -277,7 +286,9 @@ class BareTap(TapOfSamples):
         if isinstance(role, Constant):
             return self._constant(role, func, leaves, spec)
         if isinstance(role, Expanded):
-            args, kwargs = rebuild([leaf.samples() if type(leaf) is Bare else leaf for leaf in leaves], spec)
+            each = max(1, rows_of_a_sample(leaves, self.batch()))
+            given = [_rows_for(leaf, role, each) if type(leaf) is Bare else leaf for leaf in leaves]
+            args, kwargs = rebuild(given, spec)
             return func(*args, **kwargs)
         return self.apply(role, func, leaves, spec)
 
@@ -386,6 +397,14 @@ def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
     leaves, spec = flatten((stand_in, batch), {})
     answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
     return answer
+
+
+def _rows_for(proxy: Bare, role: Expanded, each: int) -> Tensor:
+    """Return a row of the parameter for each row of the other operands, `each` for a sample."""
+    missing: Any = (None,) * max(0, role.dim - proxy.dim())
+    with_row = proxy[missing] if missing else proxy
+    rows: Tensor = with_row.samples()  # type: ignore[attr-defined]
+    return rows if each == 1 else rows.repeat_interleave(each, 0)
 
 
 _KEEP_ROWS = frozenset(("contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type", "type_as"))
