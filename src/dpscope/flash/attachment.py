@@ -37,15 +37,12 @@ class _KnownLayer:
 
 
 class Attachment:
-    """Taps and guards of an engine on its model.
+    """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that
-    """
-
-    def __init__(self, engine: Engine, given: nn.Module, ranks: Ranks | None) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
-        self._engine, self._model, self._given, self._ranks = engine, engine.model, given, ranks
+        self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
         self._ladder = Ladder(engine.model)
 
     def attach(self, slots: Collection[Slot]) -> None:
@@ -173,9 +170,9 @@ class Attachment:
         """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
-        if self._ranks is not None and self._ranks.layout.wrapper is not None:
-            yield from self._ranks.taps()
-            yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
+        yield from self._ranks.taps()
+        if self._ranks.wrapper is not None:
+            yield ZeroGradTap(self._engine, "", self._ranks.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""

@@ -21,7 +21,7 @@ from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
-from dpscope.flash.checkpointing.closing import LocalCloser, RankCloser, one_by_one
+from dpscope.flash.checkpointing.closing import close_sums, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
@@ -39,8 +39,8 @@ from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
@@ -107,13 +107,11 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        given = model if self.ranks is None else self.ranks.layout.given  # perhaps compiled
-        self.model = model = original_of(given)
+        self.model = model = original_of(self.ranks.given)
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
-        sharded = self.ranks is not None and self.ranks.layout.mesh is not None
         budget = MemoryBudget(memory_budget, list(model.parameters()))
-        self.path_rules = PathRules(path, budget, sharded=sharded)
+        self.path_rules = PathRules(path, budget, reduced=self.ranks.sharded)
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -126,13 +124,14 @@ class FlashEngine:
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.block: CheckpointedBlock | None = None  # whose layers run now
         self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
-        self.tail: Tail | None = None  # while a block runs again
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
-        self._attach(given, batch_size_of)
+        self._attach(batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
+        self.defers_sums = memory_budget is None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
-            self.forwards.blocks = self.blocks = CheckpointedBlocks(self, self.ranks if sharded else None)
+            self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
+            self.path_rules.runs_again = self.blocks.runs_again
 
     @property
     def max_grad_norm(self) -> float:
@@ -145,13 +144,12 @@ class FlashEngine:
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, given: nn.Module, batch_size_of: BatchSizeOf | None) -> None:
+    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
         self.running_sums = RunningSums(self._slots.values())
-        self.closer = LocalCloser(self._slots) if self.ranks is None else RankCloser(self._slots, self.ranks)
-        self._attachment = Attachment(self, given, self.ranks)
+        self._attachment = Attachment(self, self.ranks)
         self.verification = Verification(
             self,
             self.state,
@@ -322,21 +320,20 @@ class FlashEngine:
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
-        again = None if self.blocks is None else Reruns(self.blocks.reruns, passes, recorded or [])
-        micro, clip = None, max(self.clip.sensitivity(), 0.0 if again is None else again.sensitivity)
+        again = Reruns(None if self.blocks is None else self.blocks.reruns, passes, recorded or [])
+        micro, clip = None, max(self.clip.sensitivity(), again.sensitivity)
         with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
-            if again is not None:
-                again.hold_clashing(recorded or [])
+            again.hold_clashing(recorded or [])
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
                 del recorded[:]
-                micro = self._norm(still_held, [] if again is None else again.passes, rows)
+                micro = self._norm(still_held, again.passes, rows)
             else:  # an empty batch, or no backward at all
                 if recorded is not None:
                     self.state.count()
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             try:
-                sums = self.closer.sums(micro, again, into, factored=factored)
+                sums = close_sums(self._slots, self.ranks, micro, again, into, factored=factored)
             except BaseException:
                 self.running_sums.clear()  # some of them are there, others are not
                 raise
@@ -349,14 +346,9 @@ class FlashEngine:
     @contextmanager
     def capturing(self, static: StaticInputs) -> Iterator[None]:
         """Capture a micro-batch in a CUDA graph inside the block: nothing counts, `static` has bounds and rows."""
-        before = self.norms, self.factors, self.nonfinite_samples
-        self.static, self.nonfinite_samples = static, None
-        try:
-            with self.state.capturing(), self.running_sums.kept():
-                yield
-        finally:
-            self.static = None
-            self.norms, self.factors, self.nonfinite_samples = before
+        results = dict.fromkeys(("norms", "factors", "nonfinite_samples"))
+        with temporarily(self, static=static, **results), self.state.capturing(), self.running_sums.kept():
+            yield
 
     def captured(self) -> CapturedBatch:
         """Return the tensors of the micro-batch that `capturing` has closed: a replay of its graph fills them."""

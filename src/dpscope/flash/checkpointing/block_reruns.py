@@ -6,10 +6,9 @@ of the model are put back. If the model is sharded, all ranks gather the weights
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,26 +22,32 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
-from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.taps import Engine
-from dpscope.random_states import cuda_devices
+from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
-Finished = tuple[BlockPass, Tail, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
+Finished = tuple[BlockPass, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
 
 
 class Reruns:
     """Blocks to run again in one closing: of this process, or of any rank over which the model is sharded.
 
+    blocks  what runs them; None if no block ever runs again
+
     Parameters of `clashing` blocks were used outside their block or in several passes: the norm is that of all uses, so
     these blocks run before norms are taken, and are held.
     """
 
-    def __init__(self, blocks: BlockReruns, passes: list[BlockPass], recorded: Recorded) -> None:
+    def __init__(self, blocks: BlockReruns | None, passes: list[BlockPass], recorded: Recorded) -> None:
+        self.passes: list[BlockPass] = []
+        self._summed: list[BlockPass] = []
+        self._orders: list[BlockNames] = [{}, {}]
+        if blocks is None:
+            return
         self._blocks = blocks
         uses = Counter(slot for slot, parts in recorded if parts)
         uses.update(slot for each in passes for slot in each.slots)
@@ -62,8 +67,12 @@ class Reruns:
             blocks.choices.apart[each.index] = each.shape
         self._clashing = _numbered(clashing)
         self._own = _numbered([each for each in self.passes if not each.sums])
-        names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
-        self._orders = names if blocks.sharded is None else blocks.sharded.agree_on_reruns(names)
+        inside = blocks.engine.ranks.names_inside
+        names = [
+            {at: {slot.name for slot in each.slots} | inside(each.module) for at, each in some.items()}
+            for some in (self._clashing, self._own)
+        ]
+        self._orders = blocks.engine.ranks.agree_on_reruns(names)
 
     def __bool__(self) -> bool:
         """Return True if a block is to run again for its sums, on any rank."""
@@ -74,35 +83,30 @@ class Reruns:
         """The largest sensitivity of sums that were made in backward: the rule's bounds may have changed since."""
         return max((each.sensitivity for each in self._summed), default=0.0)
 
-    def made(self, into: RunningSum | None) -> SumBatch:
+    def made(self, into: RunningSum | None) -> MadeSums:
         """Return the sums that were made in backward, added to running sums."""
-        made = SumBatch([], [], None)
-        for batch in (batch for each in self._summed for batch in each.sums):
-            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
-                before = into(parameter) if into else None
-                made.parameters.append(parameter)
-                made.tensors.append(total if before is None else before.add_(total))
-        self._summed = []
-        return made
+        summed, self._summed = self._summed, []
+        return dict(pair for each in summed for batch in each.sums for pair in batch.added(into).items())
 
     def hold_clashing(self, recorded: Recorded) -> None:
         """Run the clashing blocks, and add what their layers leave to what is recorded."""
+        if not self._orders[0]:
+            return
         held = dict(recorded)
 
         def hold(left: Left) -> None:
             for slot, contributions in left.items():
                 held[slot].extend(contributions)
 
-        if self._orders[0]:
-            with self._blocks.running(list(self._clashing.values()), None) as run:
-                for number, names in self._orders[0].items():
-                    run(self._clashing.get(number), names, hold)
+        with self._blocks.running(list(self._clashing.values()), None) as run:
+            for number, names in self._orders[0].items():
+                run(self._clashing.get(number), names, hold)
 
     @contextmanager
-    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., SumBatch]]:
+    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., MadeSums]]:
         """Give a function that runs the blocks of some parameters (all, if none are given) and returns their sums."""
         waiting = dict(self._orders[1])
-        found = SumBatch([], [], None)
+        found: MadeSums = {}
 
         def add_up(left: Left) -> None:
             assert micro is not None
@@ -111,11 +115,11 @@ class Reruns:
             parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
             left.clear()
             for batch in micro.sums_of_others(slots, parts, into):
-                found.extend(batch)
+                found.update(batch.items())
 
         with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
 
-            def of(names: Collection[str] | None = None) -> SumBatch:
+            def of(names: Collection[str] | None = None) -> MadeSums:
                 for number in [n for n, inside in waiting.items() if names is None or not inside.isdisjoint(names)]:
                     run(self._own.get(number), waiting.pop(number), add_up)
                 return found
@@ -134,27 +138,22 @@ def _numbered(passes: Sequence[BlockPass]) -> dict[tuple[int, int], BlockPass]:
 
 
 class BlockReruns:
-    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again.
+    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again."""
 
-    sharded  the ranks over which the model is sharded
-    """
-
-    def __init__(self, engine: Engine, choices: BlockChoices, sharded: Ranks | None) -> None:
+    def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
-        self.sharded = sharded
         self.devices = cuda_devices(engine.model)
         self.take: Callable[[Slot, Contribution], None] | None = None
+        self.is_running = False
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._rounding = 0.0
         self._numpy_state: Any = None  # where the micro-batch's forward began
         self._draws_from_numpy = True
-        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: its form, and the product to leave out
-        self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
 
     def begin_micro_batch(self) -> None:
-        self._numpy_state = _numpy_state()
+        self._numpy_state = state_of_numpy()
 
     def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
         """Return a block's input when backward runs it. Forward ran it before, and may have drawn random numbers."""
@@ -166,15 +165,10 @@ class BlockReruns:
         self._weights = [(p, p._version) for p in self.engine.parameters]
         self._modes = [(module, module.training) for module in self.engine.model.modules()]
         self._rounding = self._rounding_now()
-        self._draws_from_numpy = not _is_same(self._numpy_state, _numpy_state())
+        self._draws_from_numpy = not is_same_state(self._numpy_state, state_of_numpy())
 
     def _rounding_now(self) -> float:
         return operand_rounding(next(iter(self.engine.parameters)).device)
-
-    def names_in(self, each: BlockPass) -> set[str]:
-        """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
-        inside = () if self.sharded is None or each.module is None else each.module.parameters()
-        return {slot.name for slot in each.slots}.union(self.engine.slot(parameter).name for parameter in inside)
 
     @contextmanager
     def running(
@@ -189,12 +183,9 @@ class BlockReruns:
             anchor = self._begin(passes, stack) if passes else None
 
             def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
-                with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
+                with self.engine.ranks.whole_weights(names):
                     if each is not None and anchor is not None:
-                        # The product to skip is known from an earlier run of the same shape with the same layers.
-                        form, number = self._left_out.get(each.index, (None, None))
-                        tail = Tail(number if form == _form(each) and each.index not in self._whole else None)
-                        finished.append((each, tail, self._run_one(each, use, anchor, tail)))
+                        finished.append((each, self._run_one(each, use, anchor)))
 
             yield run
         if finished:
@@ -204,46 +195,39 @@ class BlockReruns:
         engine = self.engine
         self._refuse_changes(passes[0])
         stack.callback(self._end)
-        engine.path_rules.runs_again = engine.forwards.rerunning = True
+        self.is_running = engine.forwards.rerunning = True
         stack.enter_context(engine.state.expecting(engine.groups.row_count(passes[0].batch_size)))
         stack.enter_context(untouched(engine.model))
         return stack.enter_context(engine.anchor.renewed())
 
     def _end(self) -> None:
         engine = self.engine
-        engine.path_rules.runs_again = engine.forwards.rerunning = False
-        self.take = engine.wanted = engine.tail = None
+        self.is_running = engine.forwards.rerunning = False
+        self.take = engine.wanted = None
 
     def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:
-        before = [each.fingerprint for each, _, _ in finished if each.fingerprint is not None]
-        differing = different(before, [projected for _, _, projected in finished], finite)
-        refused = []
-        for (each, tail, _), differs in zip(finished, differing, strict=True):
-            if differs or not tail.is_as_expected:
-                refused.append(each)
-                self._whole.add(each.index)
-            elif tail.left_out is None:
-                self._left_out[each.index] = (_form(each), tail.can_be_left_out)
-        if refused:
+        before = [each.fingerprint for each, _ in finished if each.fingerprint is not None]
+        differing = different(before, [projected for _, projected in finished], finite)
+        if True in differing:
+            refused, _ = finished[differing.index(True)]
             raise UserError(
-                f"the checkpointed block {self.choices.name(refused[0].index)} gave its layers other gradients or "
+                f"the checkpointed block {self.choices.name(refused.index)} gave its layers other gradients or "
                 "inputs when it was run again at the step: return all tensors that the loss uses from the block, or "
                 "leave memory_budget at None (docs/sharp-edges.md#block-that-does-not-repeat)"
             )
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+    def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
         left: Left = {slot: [] for slot in each.slots}
-        self.engine.wanted, self.engine.tail = left.keys(), tail
+        self.engine.wanted = left.keys()
 
         def take(slot: Slot, part: Contribution) -> None:
-            tail.note_layer()
             if slot in left:  # layers that backward came to when it had left the block are held
                 left[slot].append(part)
 
         self.take = take
-        each.run_again(anchor, self.choices.name(each.index), tail)
+        each.run_again(anchor, self.choices.name(each.index))
         projected = project(left)
         found = {slot: parts for slot, parts in left.items() if parts}
         left.clear()
@@ -259,21 +243,3 @@ class BlockReruns:
                 f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
                 "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
-
-
-def _form(each: BlockPass) -> tuple[Any, ...]:
-    """Return the properties that have to be equal for two passes through a block to make the same products."""
-    return each.shapes, [id(slot) for slot in each.slots]
-
-
-def _numpy_state() -> Any:
-    """Return NumPy's global random state as a dictionary; None if NumPy is not loaded."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
-    same = before == after
-    return bool(same if isinstance(same, bool) else same.all())

@@ -22,9 +22,8 @@ from dpscope.flash.checkpointing.block_reruns import BlockReruns
 from dpscope.flash.checkpointing.recomputation import BlockPass, Fingerprint, gradient_of, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
-from dpscope.flash.gradients.norms import GroupedNorms
+from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.taps import Engine
@@ -62,7 +61,7 @@ class CheckpointedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.running():
             if in_backward():
-                self.blocks.begin_run(self)
+                self.blocks.flush(but=self.open)
                 if self.open is not None and self.open.keeps_boundary:
                     self.open.input = self.blocks.reruns.note_input(args, kwargs)
                     if self.open.is_measured:
@@ -73,9 +72,7 @@ class CheckpointedBlock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Treat layers that run inside the context as the block's."""
-        engine = self.blocks.engine
-        runs_again = self.open is not None or not self.keeps
-        with temporarily(engine, block=self), temporarily(engine.path_rules, runs_again=runs_again):
+        with temporarily(self.blocks.engine, block=self):
             yield
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
@@ -110,18 +107,25 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """Checkpointed blocks of an engine's model. `sharded`: the ranks over which it is sharded."""
+    """Checkpointed blocks of an engine's model."""
 
-    def __init__(self, engine: BlockEngine, sharded: Ranks | None) -> None:
+    def __init__(self, engine: BlockEngine) -> None:
         self.engine = engine
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices, sharded)
+        self.reruns = BlockReruns(engine, self.choices)
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
         self._gathering: BlockPass | None = None
+        self._is_norming = False
         engine.state.when_dropped(self.clear)
+
+    def runs_again(self) -> bool:
+        """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
+        block = self.engine.block
+        keeps = block is None or (block.open is None and block.keeps)
+        return self.reruns.is_running or self._is_norming or not keeps
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class CheckpointedBlocks:
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
-        if self.reruns.sharded is not None and module_of(function) is None:
+        if self.engine.ranks.sharded and module_of(function) is None:
             self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
@@ -196,18 +200,13 @@ class CheckpointedBlocks:
     @property
     def _has_groups(self) -> bool:
         """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
-        return len(self.engine.clip.bounds) > 1 and self.reruns.sharded is None
+        return len(self.engine.clip.bounds) > 1 and not self.engine.ranks.sharded
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
         if self._trained is None:
             self._trained = sum(p.requires_grad for p in self.engine.parameters)
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
-
-    def begin_run(self, block: CheckpointedBlock) -> None:
-        """Begin a rerun of the block's forward in backward; close the run of another block first."""
-        if self._gathering is not block.open:
-            self.flush()
 
     @contextmanager
     def measuring(self, each: BlockPass) -> Iterator[None]:
@@ -229,8 +228,7 @@ class CheckpointedBlocks:
         if block is not None:
             self.choices.note_layer(block.index, slot.module)
             gathering = block.open
-        if gathering is not self._gathering:
-            self.flush()
+        self.flush(but=gathering)
         if gathering is None or not gathering.is_open:
             return False
         self._gathering = gathering
@@ -239,11 +237,14 @@ class CheckpointedBlocks:
         return True
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Take the norms of the block that backward has left, and free the contributions of its layers."""
-        done, self._gathering = self._gathering, None
-        if done is None:
+    def flush(self, but: BlockPass | None = None) -> None:
+        """Take the norms of the block that backward has left, and free the contributions of its layers.
+
+        but: a pass that backward may still be in
+        """
+        if self._gathering is None or self._gathering is but:
             return
+        done, self._gathering = self._gathering, None
         done.is_open = False
         if done.summed:
             if self._sum_now(done):
@@ -264,7 +265,7 @@ class CheckpointedBlocks:
         self._hold_sums(done)
         clip, rules = self.engine.clip, self.engine.path_rules
         with self._norming(done):
-            norms = GroupedNorms(len(clip.bounds), samples, device)
+            norms = SquaredNorms(len(clip.bounds), samples, device)
             for slot, contributions in done.gathered.items():
                 norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
             done.close(norms.result())
@@ -272,8 +273,7 @@ class CheckpointedBlocks:
     @contextmanager
     def _norming(self, done: BlockPass) -> Iterator[None]:
         """Take the fingerprint of what the block's layers left; then let several uses take the path of the sum."""
-        rules = self.engine.path_rules
-        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(rules, runs_again=True):
+        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(self, _is_norming=True):
             if done.input is not None:
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
             yield

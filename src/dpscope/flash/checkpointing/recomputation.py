@@ -28,7 +28,6 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import projections
 from dpscope.flash.step.microbatch import SumBatch
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.torch_side import dry_run
 from dpscope.random_states import RandomStates
 
@@ -198,7 +197,6 @@ class BlockPass:
 
     def __post_init__(self) -> None:
         self.module = module_of(self.function)
-        self.shapes = [None if grad is None else grad.shape[1:] for grad in self.grads]
         self.grads = [None if grad is None else held(grad) for grad in (self.grads if self.keeps_boundary else ())]
         self.versions = _versions(self.grads)
         self.is_measured = not self.summed  # how much it takes is to be found
@@ -250,7 +248,7 @@ class BlockPass:
                 others.append(part)
         return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
-    def run_again(self, anchor: Tensor, name: str, tail: Tail) -> None:
+    def run_again(self, anchor: Tensor, name: str) -> None:
         """Run the block forward and backward again: its layers give the engine their contributions once more."""
         assert self.input is not None
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
@@ -268,7 +266,6 @@ class BlockPass:
         self.input, self.grads = None, []  # what backward does not need of them is free
         roots, grads = [root for root, _ in pairs if root.requires_grad], [g for r, g in pairs if r.requires_grad]
         del pairs
-        tail.note_outputs(roots)
         # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
         torch.autograd.backward(roots, grads, inputs=[anchor])
 

@@ -19,7 +19,7 @@ are rounded this way; all other products are rounded as the user set it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
@@ -35,6 +35,7 @@ from dpscope.flash.kernels.float32_products import convolves_unrounded, cudnn_in
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.triton_runtime import slices
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side.autograd_graph import save, saved
 from dpscope.vocabulary.components import GRADIENTS
@@ -96,12 +97,8 @@ class Patches(Saved):
         products[:, 1] *= directions.shape[1] ** -0.5
         return None if values is None else values.view(-1, *self.shape), products
 
-    def taken(self, index: Tensor) -> Patches:
-        x, g = take_rows(self.first, index), take_rows(self.g, index)
-        return Patches(x, g, self.geometry, self.shape, self.decision)
-
-    def folded(self, each: int, rules: PathRules) -> Patches:
-        x, g = fold(self.first, each), fold(self.g, each)
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Patches:
+        x, g = map(group, self.saved)
         if self.first.dim() > len(self.geometry.kernel) + 2:  # there are several images in a row already
             x, g = x.flatten(1, 2), g.flatten(1, 2)
         decision = replace(self.decision, path=DIRECT) if self.decision.path == RANK1 else self.decision
@@ -111,7 +108,7 @@ class Patches(Saved):
         n = len(self.geometry.kernel)
         positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
         patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel) * self.geometry.copies
-        return list(chunks(self.batch_size, patches * self.first.element_size()))
+        return list(slices(self.batch_size, patches * self.first.element_size(), scratch=True))
 
     def _gradients(self, samples: slice) -> Tensor:
         if self.by_torch or (_is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape)):
@@ -164,7 +161,7 @@ class Patches(Saved):
             return conv_products(self._product(), None)[1].sum(1)
         if self.by_torch and self.decision.path == DIRECT:
             dtype = wide(self.g.dtype)
-            pieces = chunks(self.batch_size, math.prod(self.shape) * dtype.itemsize)
+            pieces = slices(self.batch_size, math.prod(self.shape) * dtype.itemsize, scratch=True)
             return torch.cat([kept_norms_squared([self._by_groups(samples, dtype)]) for samples in pieces])
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
 
@@ -336,14 +333,8 @@ def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
     channel = g.dim() - n - 1
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
-    rules = tap.engine.path_rules
-    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel)
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
-    kept = groups * d * p * stored_dtype(g.dtype).itemsize
-    freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
-    if groups > 1 and rules.forced is None and kept <= freed:
-        return Decision(KEEP, f"{groups} groups: per-sample gradients are smaller than x and g", decision.costs)
-    return decision
+    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel, groups)
+    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:

@@ -97,9 +97,6 @@ class LinearTap(LayerTap):
             weight = weight.t()
         if ctx.traced:
             return F.linear(x, weight, bias)
-        tail = self.engine.tail
-        if tail is not None and tail.leaves_out(ctx):
-            return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         if _is_excluded(_NOTES_VIEWS):
             return F.linear(x, weight, bias)
         _set_excluded(_NOTES_VIEWS, True)  # F.linear makes a matrix and gives a view of it, which would be copied
@@ -151,7 +148,7 @@ class LinearTap(LayerTap):
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
         trains_weight, trains_bias = ctx.live
-        if not (trains_weight and trains_bias) or self.engine.blocks is not None:
+        if not (trains_weight and trains_bias) or not self.engine.defers_sums:
             return super().backward(ctx, g)
         x, weight = saved(ctx)
         dx, g = self._input_gradient(ctx, g, weight)

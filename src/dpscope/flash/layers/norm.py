@@ -52,7 +52,7 @@ class SumsTap(LayerTap):
     def needs_whole(self, ctx: Any) -> bool:
         """Return whether all sums are to be taken in backward."""
         slot = self.slots[0] or self.slots[-1]
-        return ctx.traced or slot is None or slot.parameter.dim() != 1 or self.engine.blocks is not None
+        return ctx.traced or slot is None or slot.parameter.dim() != 1 or not self.engine.defers_sums
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]

@@ -5,7 +5,7 @@ Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import RowGroups, combine_uses
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, GroupedNorms, clip_factors, is_small
+from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, SquaredNorms, clip_factors, is_small
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -25,18 +25,18 @@ from dpscope.flash.kernels.sample_sums import many_bias_sums
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.torch_side.autocast import no_autocast
 
-# Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
+# Sums of at most about this size are made and updated at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
-# What a CUDA graph gave out was copied, and the graph keeps its memory: that comes on top. On an H200 at 8 × 256 of
-# preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
-GROUP_BYTES_OF_COPIES = 1 << 28
 # Where a step may take little more than it does already, groups are as small as this, and as much is left for scratch.
+# So they are for what a CUDA graph gave out: that was copied, and the graph keeps its memory. On an H200 at 8 × 256 of
+# preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 LEAST_GROUP_BYTES = 1 << 28
 
 EACH_ROW = RowGroups(1)
 
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
+MadeSums = dict[nn.Parameter, Tensor]
 
 
 class SumBatch(NamedTuple):
@@ -50,10 +50,15 @@ class SumBatch(NamedTuple):
     tensors: list[Tensor]
     factors: Tensor | None
 
-    def extend(self, other: SumBatch) -> None:
-        """Add sums that need no factors."""
-        self.parameters.extend(other.parameters)
-        self.tensors.extend(other.tensors)
+    def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Return pairs of a parameter and its sum, where sums need no factors."""
+        return zip(self.parameters, self.tensors, strict=True)
+
+    def added(self, into: RunningSum | None) -> SumBatch:
+        """Return the running sums with these added to them; where there are none, these."""
+        before = [into(parameter) if into else None for parameter in self.parameters]
+        sums = [new if old is None else old.add_(new) for old, new in zip(before, self.tensors, strict=True)]
+        return SumBatch(self.parameters, sums, None)
 
 
 class CapturedBatch(NamedTuple):
@@ -116,33 +121,27 @@ class MicroBatch:
         recorded.clear()  # what was put together need not outlive this
         _take_sums(self._parts)
         device = normed[0][0].device if normed else self.parameters[0].device
-        norms = GroupedNorms(len(clip.bounds), self.size, device)
+        norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
             norms.add(squared, some)
         self._small = self._add_small(norms) if len(clip.bounds) > 1 else None
-        if self._small is None:
-            norms.add_all(self._parts, self._groups)
+        norms.add_all(self._parts, self._groups, without=() if self._small is None else self._small[0])
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.squared = norms.result()
         self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 
-    def _add_small(self, norms: GroupedNorms) -> tuple[list[int], GroupedKept] | None:
-        """Norm small per-sample gradients of all groups at once, and the rest by group. Return the former."""
+    def _add_small(self, norms: SquaredNorms) -> tuple[Collection[int], GroupedKept] | None:
+        """Norm small per-sample gradients of all groups at once. Return their places, and them."""
         alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
         small = {at: values for at, values in alone if values is not None and is_small(values)}
         if not small or sum(values.numel() for values in small.values()) > MOST:
             return None
-        others = [at for at in range(len(self._parts)) if at not in small]
-        chosen = [self._parts[at] for at in others]
-        norms.add_all(chosen, [self._groups[at] for at in others])
-        for at, of_one in zip(others, chosen, strict=True):
-            self._parts[at] = of_one
         together = GroupedKept(list(small.values()))
         for at, squared in zip(small, together.squares(), strict=True):
             norms.add_row(self._groups[at], squared)
-        return list(small), together
+        return dict.fromkeys(small), together  # not the values, which are released
 
     def _sum_small(self, into: RunningSum | None) -> SumBatch | None:
         """Return the sums of those, unless they are made already."""
@@ -153,11 +152,7 @@ class MicroBatch:
         totals = together.sums(self.clipping.scale, [self._groups[at] for at in places])
         for at in places:
             self._parts[at] = ()
-        parameters = [self.parameters[at] for at in places]
-        outs = [into(parameter) if into else None for parameter in parameters]
-        return SumBatch(
-            parameters, [new if old is None else old.add_(new) for old, new in zip(outs, totals, strict=True)], None
-        )
+        return SumBatch([self.parameters[at] for at in places], totals, None).added(into)
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """Yield the clipped sums: see `sum_parts`."""
@@ -207,7 +202,7 @@ class MicroBatch:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
         if any(part.is_copy for part in alone):
-            return GROUP_BYTES_OF_COPIES
+            return LEAST_GROUP_BYTES
         if self._room is None:
             return GROUP_BYTES
         kept = [values for part in alone if (values := part.per_sample) is not None]
@@ -218,18 +213,19 @@ class MicroBatch:
     def _index(self) -> dict[nn.Parameter, int]:
         return {parameter: index for index, parameter in enumerate(self.parameters)}
 
-    def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def sums_of(self, parameters: Sequence[nn.Parameter]) -> MadeSums:
         """Return the clipped sums of those parameters that backward has reached, and release their contributions."""
         places = [self._index[parameter] for parameter in parameters if parameter in self._index]
         chosen = [self.parameters[at] for at in places]
         parts = [self._parts[at] for at in places]
         for at in places:
             self._parts[at] = ()
-        found: dict[nn.Parameter, Tensor] = {}
+        found: MadeSums = {}
         self._refuse_other_rounding()
-        for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
-            for batch in sum_parts(some, of_them, scale, into=None):
-                found.update(zip(batch.parameters, batch.tensors, strict=True))
+        with torch.no_grad(), no_autocast(self.clipping.scale.device.type):
+            for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
+                for batch in sum_parts(some, of_them, scale, into=None):
+                    found.update(batch.items())
         return found
 
     def sums_of_others(

@@ -16,11 +16,11 @@ from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
@@ -38,6 +38,7 @@ class Engine(Protocol):
     """Interface of the engine for its taps and checkpointed blocks."""
 
     model: nn.Module
+    ranks: Ranks
     state: StepState
     forwards: ForwardPasses
     verification: Verification
@@ -49,13 +50,10 @@ class Engine(Protocol):
     anchor: Anchor
     refusal: type[UserError]
     wanted: Collection[Slot] | None
-    tail: Tail | None
+    defers_sums: bool  # per-sample sums over positions may wait for the closing
 
     @property
     def block(self) -> LayerBlock | None: ...
-
-    @property
-    def blocks(self) -> object | None: ...
 
     @property
     def parameters(self) -> Collection[nn.Parameter]: ...
