@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.regions import Region, region_taps
+from dpscope.flash.compiled.regions import Engine, RootRegionTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
@@ -20,8 +20,8 @@ from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import Unclipped
-from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
-from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.taps.root_taps import ZeroGradTap
+from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
 from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
 from dpscope.flash.torch_side.module_state import BufferWatch
@@ -94,8 +94,7 @@ class Attachment:
                 tap.places += ladder.strays_of(unit.module)
                 tap.constants = ladder.constants.setdefault(unit.module, set())
                 self.hooks += tap.early_hooks()
-        self._root = RootTap(self._engine, "", self._model)
-        self._root.region = Region(self._engine, self._root.original)
+        self._root = RootRegionTap(self._engine, "", self._model)
         self._install(self._root)
         for region in region_taps(self._engine, self._given, self._root):
             self._install(region)

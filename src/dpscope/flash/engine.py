@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
-from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
 from dpscope.flash.checkpointing.closing import LocalCloser, RankCloser, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
+from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
@@ -39,7 +40,7 @@ from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
-from dpscope.flash.taps.traced import GraphCast
+from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
@@ -118,19 +119,19 @@ class FlashEngine:
         self.state = StepState()
         self.padding = PaddingCount()
         self.cast = SharedCast()
-        self.graph_cast = GraphCast()
+        self.recorder = Recorder(self)
+        self.graphs = GraphRecorder(self)
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
-        self.block: CheckpointedBlock | None = None  # whose layers run now
-        self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
         self._attach(given, batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self, self.ranks if sharded else None)
+            self.recorder = BetweenBlocks(self.blocks)
 
     @property
     def max_grad_norm(self) -> float:
@@ -235,11 +236,7 @@ class FlashEngine:
             if self.state.rows is not None:
                 raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
-        if self.blocks is not None and self.blocks.add(slot, contribution):
-            return
-        self.path_rules.budget.begin_backward()
-        self.state.record(slot)
-        slot.add(contribution)
+        self.recorder.add(slot, contribution)
 
     def without_taps(self) -> AbstractContextManager[None]:
         """Return a context in which the model is as it was before the engine was attached."""

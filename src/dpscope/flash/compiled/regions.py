@@ -12,31 +12,40 @@ gradients of parameters runs no receiver.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.compiled.traced import GraphCalls, GraphRecorder, Leaves
 from dpscope.flash.sample_rows.snapshots import untouched
+from dpscope.flash.taps.recorder import Recorder, is_recording, note_call
 from dpscope.flash.taps.root_taps import RootTap
-from dpscope.flash.taps.taps import Engine, EngineTap, LayerTap, Spec, check_backward
-from dpscope.flash.taps.traced import Handed
+from dpscope.flash.taps.taps import Engine as TapEngine
+from dpscope.flash.taps.taps import EngineTap, LayerTap, Spec
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nodes_behind
 from dpscope.flash.torch_side.checkpoint_calls import watching
-from dpscope.flash.torch_side.frames import is_wrapper, original_of
+from dpscope.flash.torch_side.frames import is_wrapper, original_of, run_outside
 from dpscope.flash.torch_side.instance_method import instance_method
 from dpscope.flash.torch_side.torch_version import require_for_compiled
 
 _TICKET = Spec((), torch.float32)
+
+
+class Engine(TapEngine, Protocol):
+    """Interface of the engine for compiled parts of its model."""
+
+    graphs: GraphRecorder
 
 
 class TappedCall(NamedTuple):
@@ -50,22 +59,27 @@ class TappedCall(NamedTuple):
     checkpointed: bool
 
 
-class CallShapes:
-    """Shapes of every tapped call of an eager run."""
+class CallShapes(Recorder):
+    """Recorder of the shapes of every tapped call in an eager run without gradients."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, engine: Engine, batch: int) -> None:
+        super().__init__(engine)
         self.batch = batch
         self.calls: list[TappedCall] = []
         self.checkpoints = 0  # that run now
         self.complete = True  # of each layer's calls it is known that rows are samples
 
-    def call(self, tap: LayerTap, x: Tensor) -> Any:
+    def call_without_gradients(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,) = (*args, *kwargs.values())
+        return self._call(tap, x)
+
+    def _call(self, tap: LayerTap, x: Tensor) -> Any:
         """Run a layer on x as a graph would: an output that all samples share has a row for each."""
         if True not in tap.live():
             return tap.original(x)
         blocks = tap.blocks_in(x, self.batch)
         if blocks is not None:
-            return self.call(tap, blocks).flatten(0, 1)
+            return self._call(tap, blocks).flatten(0, 1)
         tap.admit(x)
         shared = x.shape[0] == 1 != self.batch
         y: Tensor = tap.call_original(x)
@@ -99,7 +113,16 @@ class Share(NamedTuple):
 
     def specs(self) -> list[Spec]:
         ticket = [_TICKET] if self.call.checkpointed else []
-        return [piece for piece in self.pieces if piece is not None] + ticket
+        return [_as_leaf(piece) for piece in self.pieces if piece is not None] + ticket
+
+
+def _as_given(piece: Tensor, spec: Spec) -> Tensor:
+    return piece if spec.dtype.is_floating_point else piece.to(spec.dtype)
+
+
+def _as_leaf(piece: Spec) -> Spec:
+    """Return shape and dtype of the capture leaf for a piece. No graph gives integers out as a gradient."""
+    return piece if piece.dtype.is_floating_point else Spec(piece.shape, torch.float64)
 
 
 class PieceLayout:
@@ -161,29 +184,25 @@ class Handout:
         self.layout = plan.layout()
         self.shares = self.layout.shares
         self.used: Counter[LayerTap] = Counter()  # calls that graphs hold, where they are counted
-        self.generation = engine.state.generation
-        self.block = engine.block
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Give taps their capture leaves inside the block, and their earlier ones afterwards."""
         leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
         before, end = [], len(leaves)
+        uncounted = {share.call.tap for share in self.shares if share.call.checkpointed}
         for tap, calls in self.layout.of_taps.items():
             tap.check_parameters()
-            before.append((tap, tap.handed, tap.calls, tap.counted))
-            tap.handed = tuple([Handed(like, leaves[place], place.stop == end) for like, place in calls])
-            tap.calls = 0
-        for share in self.shares:
-            if share.call.checkpointed:
-                share.call.tap.counted = False
+            before.append((tap, tap.graph_calls))
+            handed = tuple([Leaves(like, leaves[place], place.stop == end) for like, place in calls])
+            tap.graph_calls = GraphCalls(handed, counted=tap not in uncounted)
         try:
             yield
         finally:
-            for tap, handed, count, counted in before:
-                self.used[tap] = tap.calls
-                tap.handed, tap.calls, tap.counted = handed, count, counted
-            self.engine.graph_cast.clear()
+            for tap, earlier in before:
+                self.used[tap] = tap.graph_calls.used
+                tap.graph_calls = earlier
+            self.engine.graphs.last_cast.clear()
             self._note_parameters()
 
     def _note_parameters(self) -> None:
@@ -237,8 +256,9 @@ class Handout:
         # Lazily negated: kernels that read memory by its address would see the other sign.
         pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
         arrived.clear()
-        # A graph may give one tensor out for two calls.
-        tap.record([None if spec is None else next(pieces) for spec in share.pieces], owned=False)
+        # A graph may give one tensor out for two calls, and integers as float64.
+        found = [None if spec is None else _as_given(next(pieces), spec) for spec in share.pieces]
+        tap.record(found, owned=False)
 
     def _check_tickets(self, tickets: list[tuple[LayerTap, Tensor]]) -> None:
         counts = torch.stack([ticket for _, ticket in tickets]).tolist()
@@ -262,6 +282,7 @@ class Receiver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:
+        note_call(ctx, handout.shares[0].call.tap)
         ctx.handout = handout
         ctx.set_materialize_grads(False)
         # Each a tensor of its own, of no view and no copy.
@@ -269,14 +290,11 @@ class Receiver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        handout: Handout = ctx.handout
-        engine = handout.engine
-        if not engine.anchor.is_recording():
+        if not is_recording(ctx):
             return None, None
-        if torch.is_grad_enabled() or handout.generation != engine.state.generation:
-            check_backward(handout.shares[0].call.tap, handout.generation)
-        if handout.block is not None:
-            with handout.block.running():
+        handout: Handout = ctx.handout
+        if ctx.recorder is not handout.engine.recorder:
+            with ctx.recorder.entered():
                 handout.receive(list(grads))
             return None, None
         # Autograd holds all of these until this returns. Afterwards each call's are let go as they are used.
@@ -311,10 +329,10 @@ class Region:
         key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
         plan = self._plans.pop(key, None)
         if plan is None:
-            run = CallShapes(batch)
+            run = CallShapes(self.engine, batch)
             try:
-                forwards, locally = self.engine.forwards, self.engine.verification.locally()
-                with temporarily(forwards, notes=run), locally, torch.no_grad(), watching(run.note_checkpoint):
+                locally = self.engine.verification.locally()
+                with run.entered(), locally, torch.no_grad(), watching(run.note_checkpoint):
                     self._run_eagerly(args, kwargs)
             except (UserError, torch.OutOfMemoryError):
                 raise
@@ -350,10 +368,62 @@ def _autocast() -> tuple[Any, ...]:
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices)
 
 
+class RootRegionTap(RootTap):
+    """The root's forward, which may be compiled after the model was made private."""
+
+    entered = False  # in a graph: whether the pass has begun outside of it
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.region = Region(engine, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        if self.entered or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return run_outside(self, args, kwargs)
+
+    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a pass of the model by its compiled forward."""
+        return self.run_region(self.region, forward, args, kwargs)
+
+    def run_region(
+        self, region: Region, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a pass of the model by the compiled forward of a region that is the whole model."""
+
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            if not self.engine.forwards.size():  # an empty batch
+                return region.eager(*args, **kwargs)
+            with temporarily(self, entered=True), region.entered(args, kwargs):
+                return forward(*args, **kwargs)
+
+        return self.run(region.eager, args, kwargs, compiled=in_region)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        _clear_what_is_compiled()
+        return super().run(*args, **options)
+
+
+def _clear_what_is_compiled() -> None:
+    """Make `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
+
+    torch's wrapper clears the same parameters, and may be put around a model at any time after it was made private.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and "zero_grad" not in vars(compiler.OptimizedModule):
+        compiler.OptimizedModule.zero_grad = _zero_grad_of_the_original
+
+
+def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
+    compiled._orig_mod.zero_grad(set_to_none)
+
+
 class RegionTap(EngineTap):
     """Tap on the forward of the module that torch.compile(module) returns."""
 
-    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootRegionTap) -> None:
         super().__init__(engine, name, module)
         require_for_compiled()
         inner = original_of(module)
@@ -361,13 +431,13 @@ class RegionTap(EngineTap):
         self.region = Region(engine, inner._call_impl)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forwards = self.engine.forwards
-        if torch.compiler.is_compiling() or forwards.notes is not None or forwards.in_trial:
+        plans = isinstance(self.engine.recorder, CallShapes)
+        if torch.compiler.is_compiling() or plans or self.engine.forwards.in_trial:
             return self.region.eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if self.root is not None:
-            return self.root.run(self.region, self.original, args, kwargs)
+            return self.root.run_region(self.region, self.original, args, kwargs)
         if not self.engine.forwards.size():  # an empty batch, or outside of the model's forward
             return self.region.eager(*args, **kwargs)
         with self.region.entered(args, kwargs):
@@ -380,7 +450,7 @@ class CompiledCallTap(RegionTap):
     attribute: ClassVar[str] = "_compiled_call_impl"
 
 
-def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
+def region_taps(engine: Engine, given: nn.Module, root: RootRegionTap) -> list[RegionTap]:
     """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
     found = []
     for name, module in given.named_modules():

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.tensor_lists import pointer_at
 from dpscope.flash.kernels.triton_runtime import (
     CHUNK_BYTES,
@@ -104,6 +105,14 @@ def layer_norm_sums(
 def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto") -> Tensor:
     """Return dgamma (B, d) of an RMSNorm with input x and reciprocal root mean square rstd."""
     return _sums(g, x, None, rstd, whole, backend)[0]
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1/sqrt(mean(x²) + eps) over the last dimension, in float32 at least."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if torch.compiler.is_compiling():
+        return (x.to(dtype).square().mean(-1) + eps).rsqrt()
+    return (last_norms(x).square() / x.shape[-1] + eps).rsqrt().to(dtype)
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, backend: Backend) -> tuple[Tensor, ...]:

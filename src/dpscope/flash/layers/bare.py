@@ -31,7 +31,6 @@ from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
-from dpscope.flash.taps.traced import break_graph
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.frames import uncompiled
@@ -167,9 +166,7 @@ class BareTap(TapOfSamples):
         self._early: _Places | None = None  # proxies that a hook has put in place, before forward
         self._handles: list[RemovableHandle] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return break_graph(self, args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if not any(parameter.requires_grad for _, _, parameter in self.places):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dpscope.flash.layers.bare_gradients import Operand
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.taps import check_backward
+from dpscope.flash.taps.recorder import is_recording, note_call, record
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 
@@ -20,9 +19,8 @@ class Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
         use, leaves, spec = call
-        tap = use.tap
-        ctx.use, ctx.spec, ctx.generation = use, spec, tap.engine.state.generation
-        ctx.block = tap.engine.block
+        note_call(ctx, use.tap)
+        ctx.use, ctx.spec = use, spec
         ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
         ctx.leaves, ctx.places = list(leaves), []
         for place, leaf in enumerate(leaves):
@@ -36,14 +34,8 @@ class Used(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
-        tap = ctx.use.tap
-        engine = tap.engine
-        recording = engine.anchor.is_recording()
-        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-            check_backward(tap, ctx.generation)
-        if recording:
-            with nullcontext() if ctx.block is None else ctx.block.running():
-                _record(ctx, gs)
+        if is_recording(ctx):
+            record(ctx, len(gs[0]), lambda: _record(ctx, gs))
         return (None, None, *gs)
 
 
@@ -53,10 +45,7 @@ apply_used: Any = super(torch.autograd.Function, Used).apply
 
 
 def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
-    use, engine = ctx.use, ctx.use.tap.engine
-    if not gs[0].shape[0]:
-        engine.state.record()
-        return
+    use = ctx.use
     leaves = list(ctx.leaves)
     if use.saves:
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):

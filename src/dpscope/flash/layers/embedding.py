@@ -39,8 +39,7 @@ class EmbeddingTap(LayerTap):
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        # No graph gives integers out as a gradient. float64 holds those of any table.
-        return None, ids.to(torch.float64) if torch.compiler.is_compiling() else ids, g
+        return None, ids, g
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         _, ids, g_of_rows = self.gradients(ctx, g)
@@ -48,7 +47,7 @@ class EmbeddingTap(LayerTap):
         return None
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        return Spec(x.shape, torch.float64), y
+        return x, y
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
         ids, g = pieces
@@ -60,7 +59,6 @@ class EmbeddingTap(LayerTap):
             return
         batch, (rows, width) = ids.shape[0], slot.parameter.shape
         flat = ids.reshape(batch, -1)
-        flat = flat.long() if flat.is_floating_point() else flat
         decision = self.engine.path_rules.of_lookup(*flat.shape)
         slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
         lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)

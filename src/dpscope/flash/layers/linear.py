@@ -21,7 +21,6 @@ from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autograd_graph import save, saved
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -76,34 +75,21 @@ def lone_gradient(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right).to(dtype).unsqueeze(0)
 
 
-_NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
 class LinearTap(LayerTap):
     transposed = False
     casts_input = True
     shares_input: bool | None = None  # with another layer that reads the same x; None: nobody has looked
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.operands(x)
-        if ctx.live[0] and not ctx.traced:
+        x, weight, bias = self.operands(ctx, x)
+        recorder = ctx.recorder
+        if ctx.live[0]:
             if x.layout != torch.strided:
                 self._refuse_sparse()
-            self._note_input(x)
-        save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
-        if self.transposed:
-            weight = weight.t()
-        if ctx.traced:
-            return F.linear(x, weight, bias)
-        if _is_excluded(_NOTES_VIEWS):
-            return F.linear(x, weight, bias)
-        _set_excluded(_NOTES_VIEWS, True)  # F.linear makes a matrix and gives a view of it, which would be copied
-        try:
-            return F.linear(x, weight, bias)
-        finally:
-            _set_excluded(_NOTES_VIEWS, False)
+            recorder.note_input(self._note_input, x)
+        recorder.save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        output: Tensor = recorder.linear(x, weight.t() if self.transposed else weight, bias)
+        return output
 
     def _note_input(self, x: Tensor) -> None:
         """Note whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
@@ -128,7 +114,7 @@ class LinearTap(LayerTap):
         return g.shape[-1] + (x.shape[-1] if self.shares_input is False else 0)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved(ctx)
+        x, weight = ctx.recorder.saved(ctx)
         trains_weight, trains_bias = ctx.live
         sums = bias_sums(as_sequences(g)) if trains_bias else None
         dx, g = self._input_gradient(ctx, g, weight)
@@ -148,9 +134,9 @@ class LinearTap(LayerTap):
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
         trains_weight, trains_bias = ctx.live
-        if not (trains_weight and trains_bias) or self.engine.blocks is not None:
+        if not (trains_weight and trains_bias) or ctx.recorder.sums_at_once:
             return super().backward(ctx, g)
-        x, weight = saved(ctx)
+        x, weight = ctx.recorder.saved(ctx)
         dx, g = self._input_gradient(ctx, g, weight)
         slot, first, second = self._product(x, as_sequences(g))
         decision = decide(self, slot, first, second, self._width_freed(x, g))
@@ -179,7 +165,7 @@ class LinearTap(LayerTap):
         if sums is not None:
             self.keep(1, sums, owned=owned)
         if x is not None and g is not None:
-            if self.shares_input is None:  # of a compiled forward, in which nobody looked
+            if self.shares_input is None:  # nobody looked in forward
                 self._note_input(x)
             keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
-from dpscope.flash.kernels.kept_gradients import last_norms
-from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import inverse_rms, layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
@@ -52,7 +51,7 @@ class SumsTap(LayerTap):
     def needs_whole(self, ctx: Any) -> bool:
         """Return whether all sums are to be taken in backward."""
         slot = self.slots[0] or self.slots[-1]
-        return ctx.traced or slot is None or slot.parameter.dim() != 1 or self.engine.blocks is not None
+        return ctx.recorder.sums_at_once or slot is None or slot.parameter.dim() != 1
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]
@@ -145,10 +144,7 @@ class RMSNormTap(SumsTap):
         dtype = wide(x.dtype)
         eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
         rows = x.reshape(batch, -1, width)
-        if torch.compiler.is_compiling():
-            rstd = (rows.to(dtype).square().mean(-1) + eps).rsqrt()
-        else:
-            rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
+        rstd = inverse_rms(rows, eps)
         whole = self.needs_whole(ctx)
         sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:

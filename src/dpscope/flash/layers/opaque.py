@@ -11,7 +11,6 @@ gradients (`unit_check`). It is refused if its output for a batch differs from i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.taps import Engine, check_backward
-from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.taps.recorder import is_recording, note_call, record
+from dpscope.flash.taps.taps import Engine
 
 
 class Expand(torch.autograd.Function):
@@ -34,20 +33,15 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
-        ctx.tap, ctx.slot, ctx.generation = tap, slot, tap.engine.state.generation
-        ctx.block = tap.engine.block
+        note_call(ctx, tap)
+        ctx.slot = slot
         return parameter.expand(batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
-        engine = ctx.tap.engine
-        check_backward(ctx.tap, ctx.generation)
-        ctx.slot.describe("opaque", ctx.tap.why)
-        if len(g):
-            with nullcontext() if ctx.block is None else ctx.block.running():
-                engine.add(ctx.slot, Kept(g, owned=False))
-        else:
-            engine.state.record()
+        if is_recording(ctx):
+            ctx.slot.describe("opaque", ctx.tap.why)
+            record(ctx, len(g), lambda: ctx.tap.engine.add(ctx.slot, Kept(g, owned=False)))
         return (None,) * 5
 
 
@@ -75,9 +69,7 @@ class OpaqueTap(CheckedTap):
         for slot in self.slots.values():
             slot.describe("opaque", self.why)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return break_graph(self, args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
         if given is not None:
             return self._derive(given, args, kwargs)

@@ -180,7 +180,7 @@ class SampleCall:
         replaced = {**given, **parameters}
         untouched = token(values)
         with uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
-            output, changes = functional_call(self.tap.call, replaced, args, kwargs)
+            output, changes = functional_call(self.tap.functional, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()
         for key, buffer in given.items():

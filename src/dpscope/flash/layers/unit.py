@@ -36,7 +36,7 @@ class UnitCall(nn.Module):
 class UnitTap(TapOfSamples):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.call = UnitCall(module, self.original)
+        self.functional = UnitCall(module, self.original)
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
         self.input_dims, self.output_dims = sample_dims(module)
         self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?

@@ -52,11 +52,6 @@ class SampledLayer(Sampled, Protocol):
         """Raise if x has no batch dimension."""
 
 
-class CallNotes(Protocol):
-    def call(self, tap: Any, x: Tensor) -> Any:
-        """Run a layer on x, and note its shapes."""
-
-
 class WatchedBlocks(Protocol):
     """Checkpointed blocks that are noted in forward passes."""
 
@@ -112,7 +107,6 @@ class ForwardPasses:
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
         self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
-        self.notes: CallNotes | None = None  # where layers note their calls in a pass without gradients
         self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward

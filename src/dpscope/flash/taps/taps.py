@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -20,17 +19,18 @@ from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
+from dpscope.flash.taps.recorder import Recorder, is_recording, note_call
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
+from dpscope.flash.torch_side.frames import break_graph
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
-class LayerBlock(Protocol):
-    """Checkpointed block that knows its own layers."""
+class Graphs(Protocol):
+    """Recorder of calls inside compiled graphs (compiled/traced.py)."""
 
-    def running(self) -> AbstractContextManager[None]: ...
+    def call(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class Engine(Protocol):
@@ -44,16 +44,12 @@ class Engine(Protocol):
     clip: ClipRule
     groups: RowGroups
     cast: SharedCast
-    graph_cast: GraphCast
     anchor: Anchor
+    recorder: Recorder
     refusal: type[UserError]
-    wanted: Collection[Slot] | None
 
     @property
-    def block(self) -> LayerBlock | None: ...
-
-    @property
-    def blocks(self) -> object | None: ...
+    def graphs(self) -> Graphs: ...
 
     @property
     def parameters(self) -> Collection[nn.Parameter]: ...
@@ -91,10 +87,8 @@ class Tapped(torch.autograd.Function):
     def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
-        engine = tap.engine
-        ctx.tap, ctx.live, ctx.generation = tap, live, engine.state.generation
-        if engine.block is not None:
-            ctx.block = engine.block
+        note_call(ctx, tap)
+        ctx.live = live
         if not x.size(0):
             ctx.empty = x.shape
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)
@@ -104,11 +98,8 @@ class Tapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        tap: LayerTap = ctx.tap
-        engine = tap.engine
-        recording = engine.anchor.is_recording()
-        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-            check_backward(tap, ctx.generation)
+        engine = ctx.tap.engine
+        recording = is_recording(ctx)
         if ctx.empty is not None:
             if recording:
                 engine.state.record()
@@ -117,12 +108,12 @@ class Tapped(torch.autograd.Function):
             g = g.resolve_neg()
         if not recording:
             return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
-        if ctx.block is not None:
-            with ctx.block.running():
+        if ctx.recorder is not engine.recorder:
+            with ctx.recorder.entered():
                 return None, _without_autocast(ctx, g), None, None
         if _is_any_autocast_enabled():
             return None, _without_autocast(ctx, g), None, None
-        return None, tap.backward(ctx, g), None, None
+        return None, ctx.tap.backward(ctx, g), None, None
 
 
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -131,17 +122,8 @@ _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
 _Node: Any = Tapped._backward_cls  # the class of `ctx`
 _Node.apply = Tapped.backward  # what autograd calls, without torch's search for the function
-_Node.block = None  # the checkpointed block whose layer this is
 _Node.empty = None  # the shape of an x without samples
 _Node.packed = None
-_Node.traced = False
-
-
-def check_backward(tap: TapOfSamples, generation: int) -> None:
-    """Refuse second-order backward passes, and passes through a forward of another micro-batch."""
-    tap.engine.state.check_graph(tap.name, generation)
-    if torch.is_grad_enabled():
-        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
 def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
@@ -174,6 +156,13 @@ class TapOfSamples(EngineTap):
         # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
         self.known: set[int] = set()
         self.shared: set[int] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return break_graph(self, args, kwargs) if is_compiling() else self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, outside of compiled graphs."""
+        raise NotImplementedError
 
     def does_not_fit(self, reason: str) -> BaseException:
         """Return the error to raise if the module cannot be tapped this way.
@@ -224,9 +213,7 @@ class LayerTap(TapOfSamples):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.parameters = module._parameters
-        self.handed: tuple[Handed, ...] = ()
-        self.calls = 0
-        self.counted = True
+        self.graph_calls: Any = None  # the recorder's of compiled graphs
         self.expected = [(key, module._parameters.get(key)) for key in self.names]
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
@@ -245,10 +232,9 @@ class LayerTap(TapOfSamples):
         if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
             return self(*args, **kwargs)
         if is_compiling():
-            return self._call_in_graph(*args, **kwargs)
+            return self.engine.graphs.call(self, args, kwargs)
         if not is_grad_enabled():
-            notes = self.engine.forwards.notes
-            return self.original(*args, **kwargs) if notes is None else notes.call(self, *args, **kwargs)
+            return self.engine.recorder.call_without_gradients(self, args, kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, Proxy):
             x = x.samples(self.module)
@@ -267,18 +253,10 @@ class LayerTap(TapOfSamples):
             if blocks is not None:
                 return self(blocks).flatten(0, 1)
             x = engine.forwards.admit(self, x)
-        if engine.wanted is not None:
-            wanted = engine.wanted
+        wanted = engine.recorder.wanted
+        if wanted is not None:
             live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
         return _apply_tapped(self, self.prepare(x), live, engine.anchor.tensor)
-
-    def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Run the part that torch.compile traces: pure tensor work. The checks above ran before the graph began."""
-        live = self.live()
-        if not torch.is_grad_enabled() or True not in live:
-            return self.original(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        return call_traced(self, x, live)
 
     def live(self) -> tuple[bool, ...]:
         """Return which of the parameters `names` require a gradient."""
@@ -333,7 +311,7 @@ class LayerTap(TapOfSamples):
             return None
         return autocast_dtype(x) if x.is_floating_point() else None
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return `x`, weight and bias of a matrix product or convolution, as autocast would cast them."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
@@ -341,7 +319,7 @@ class LayerTap(TapOfSamples):
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
             if x.dtype != dtype:
-                x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
+                x = ctx.recorder.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias

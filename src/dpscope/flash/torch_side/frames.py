@@ -38,6 +38,14 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
+@uncompiled(
+    "flash clipping: capture leaves do not fit this call of a layer, or it runs sample by sample; it runs eagerly"
+)
+def break_graph(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function uncompiled."""
+    return call(*args, **kwargs)
+
+
 class CompiledAfter(Protocol):
     """A tap that torch.compile has met."""
 

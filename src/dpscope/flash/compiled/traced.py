@@ -3,24 +3,27 @@
 Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
 takes, besides x, a capture leaf for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
 zeros of the right shape that nothing reads. Only their *gradients* are needed, and no compiler may drop a gradient. The
-node that made the capture leaves (compiled/regions.py) runs outside of the graph and receives them.
+node that made the capture leaves (regions.py) runs outside of the graph and receives them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.taps.recorder import Recorder
+from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.torch_side.frames import break_graph
 
 
-class Handed(NamedTuple):
+class Leaves(NamedTuple):
     """Capture leaves of a tap for one call. `like`: a tensor of the shape and dtype that x has to have."""
 
     like: Tensor
@@ -90,30 +93,6 @@ class GraphCast:
         self.version = ""
 
 
-class TracedEngine(Protocol):
-    @property
-    def graph_cast(self) -> GraphCast: ...
-
-
-class TracedTap(Protocol):
-    handed: tuple[Handed, ...]  # for the calls of this forward, in their order
-    calls: int  # that were traced in it
-    counted: bool
-
-    @property
-    def engine(self) -> TracedEngine: ...
-
-    def prepare(self, x: Tensor) -> Tensor: ...
-
-    def operand_dtype(self, x: Tensor) -> torch.dtype | None: ...
-
-    def forward(self, ctx: Any, x: Tensor) -> Tensor: ...
-
-    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]: ...
-
-    def __call__(self, x: Tensor) -> Any: ...
-
-
 class Traced(torch.autograd.Function):
     """Autograd function of `tap.forward` and `tap.gradients`. Its pieces become the gradients of the capture leaves.
 
@@ -122,10 +101,10 @@ class Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *leaves: Tensor
+        ctx: Any, tap: LayerTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *leaves: Tensor
     ) -> Tensor:
         """Run the layer on `cast`, which is x in the layer's dtype without history; on x if there is none."""
-        ctx.tap, ctx.live, ctx.traced = tap, live, True
+        ctx.tap, ctx.live, ctx.recorder = tap, live, tap.engine.graphs
         ctx.dtypes = tuple(each.dtype for each in leaves)
         output = tap.forward(ctx, x if cast is None else cast)
         # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
@@ -134,7 +113,7 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx, *pieces = ctx.tap.gradients(ctx, g)
-        given = [piece for piece in pieces if piece is not None]
+        given = [_as_gradient(piece) for piece in pieces if piece is not None]
         if len(given) < len(ctx.dtypes):
             given.append(torch.ones((), dtype=torch.float32, device=g.device))
         # Autograd would round a gradient to its capture leaf's dtype in silence.
@@ -143,36 +122,77 @@ class Traced(torch.autograd.Function):
         return None, dx, None, None, *given
 
 
-def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
-    """Call the tap in a graph, if it was handed capture leaves that fit; otherwise break the graph around it."""
-    index = tap.calls
-    if index >= len(tap.handed):
-        return break_graph(tap, (x,), {})
-    like, leaves, last = tap.handed[index]
-    if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
-        return call_traced(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
-    given, x = x, tap.prepare(x)
-    if x.shape != like.shape or x.dtype != like.dtype:
-        return break_graph(tap, (given,), {})
-    rows = leaves[0].shape[0]
-    if x.shape[0] != rows:  # one row for all samples
-        x = x.expand(rows, *x.shape[1:])
-    cast, dtype = None, tap.operand_dtype(x)
-    # Autocast may have been on when the leaves were made, and be off now: what the layer leaves would be rounded.
-    if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in leaves):
-        return break_graph(tap, (given,), {})
-    if tap.counted:
-        tap.calls = index + 1
-    if tap.counted and dtype is not None and dtype != x.dtype:  # a checkpoint's graph may not remember anything
-        cast = tap.engine.graph_cast.of(x, dtype)
-    if tap.counted and last:
-        tap.engine.graph_cast.clear()
-    return Traced.apply(tap, x, cast, live, *leaves)  # type: ignore[no-untyped-call]
+def _as_gradient(piece: Tensor) -> Tensor:
+    """Return a piece that a graph can give out as a gradient. float64 holds the integers of any table of embeddings."""
+    return piece if piece.is_floating_point() else piece.to(torch.float64)
 
 
-@uncompiled(
-    "flash clipping: capture leaves do not fit this call of a layer, or it runs sample by sample; it runs eagerly"
-)
-def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the tap uncompiled."""
-    return tap(*args, **kwargs)
+class GraphCalls:
+    """Capture leaves of a tap for its calls in one forward, in their order. `used`: how many of them graphs hold.
+
+    Calls in checkpoints are not `counted`: a checkpoint's graph may not remember anything.
+    """
+
+    def __init__(self, leaves: tuple[Leaves, ...], *, counted: bool) -> None:
+        self.leaves = leaves
+        self.counted = counted
+        self.used = 0
+
+
+class GraphRecorder(Recorder):
+    """Recorder of calls in compiled graphs: pure tensor work. The checks of eager calls ran before the graph began."""
+
+    sums_at_once = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.last_cast = GraphCast()
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+        ctx.save_for_backward(*tensors)
+
+    def saved(self, ctx: Any) -> tuple[Any, ...]:
+        tensors: tuple[Any, ...] = ctx.saved_tensors
+        return tensors
+
+    def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
+        pass
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def call(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the tap in a graph, if it was handed capture leaves that fit; otherwise break the graph around it."""
+        live = tap.live()
+        if not torch.is_grad_enabled() or True not in live:
+            return tap.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return self._call(tap, x, live)
+
+    def _call(self, tap: LayerTap, x: Tensor, live: tuple[bool, ...]) -> Any:
+        calls = tap.graph_calls
+        if calls is None or calls.used >= len(calls.leaves):
+            return break_graph(tap, (x,), {})
+        like, leaves, last = calls.leaves[calls.used]
+        if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
+            return self._call(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
+        given, x = x, tap.prepare(x)
+        if x.shape != like.shape or x.dtype != like.dtype:
+            return break_graph(tap, (given,), {})
+        rows = leaves[0].shape[0]
+        if x.shape[0] != rows:  # one row for all samples
+            x = x.expand(rows, *x.shape[1:])
+        cast, dtype = None, tap.operand_dtype(x)
+        # Autocast may have been on when the leaves were made, and be off now: what the layer leaves would be rounded.
+        if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in leaves):
+            return break_graph(tap, (given,), {})
+        if calls.counted:
+            calls.used += 1
+            if dtype is not None and dtype != x.dtype:
+                cast = self.last_cast.of(x, dtype)
+            if last:
+                self.last_cast.clear()
+        return Traced.apply(tap, x, cast, live, *leaves)  # type: ignore[no-untyped-call]

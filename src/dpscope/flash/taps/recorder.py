@@ -1,0 +1,136 @@
+"""Recorders: how tapped calls are recorded in an ordinary pass, in a checkpointed block, or in a compiled graph.
+
+The engine has one recorder at a time. A tap hands it to the layer family as `ctx.recorder`, and backward uses the same
+one. A family asks it to save tensors, to cast, and to multiply; it does not know where its layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.step.step_state import StepState
+from dpscope.flash.torch_side import autograd_graph
+from dpscope.flash.torch_side.attributes import temporarily
+from dpscope.flash.torch_side.autocast import SharedCast
+from dpscope.flash.torch_side.autograd_graph import Anchor
+
+_NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+class RecordingEngine(Protocol):
+    """Interface of the engine for recorders."""
+
+    state: StepState
+    path_rules: PathRules
+    cast: SharedCast
+    anchor: Anchor
+    recorder: Recorder
+
+
+class RecordingTap(Protocol):
+    """Tap whose calls are recorded."""
+
+    name: str
+
+    @property
+    def engine(self) -> RecordingEngine: ...
+
+
+class Recorder:
+    """Recorder of ordinary passes: what layers leave is held until the micro-batch is closed."""
+
+    wanted: Collection[Slot] | None = None  # parameters whose gradients are recorded; None: all
+    sums_at_once = False  # sums over positions are taken in backward, and not postponed
+
+    def __init__(self, engine: RecordingEngine) -> None:
+        self.engine = engine
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Record with this recorder inside the context."""
+        with temporarily(self.engine, recorder=self):
+            yield
+
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        """Take what a layer leaves for a parameter."""
+        self.engine.path_rules.budget.begin_backward()
+        self.engine.state.record(slot)
+        slot.add(contribution)
+
+    def call_without_gradients(self, tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a tapped layer while gradients are disabled."""
+        return tap.original(*args, **kwargs)
+
+    # -- for layer families ------------------------------------------------------------------------------------------
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x in `dtype`. Layers that read one tensor share its cast."""
+        return self.engine.cast(x, dtype)
+
+    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+        """Save tensors for backward, before the layer computes."""
+        autograd_graph.save(ctx, *tensors)
+
+    def saved(self, ctx: Any) -> tuple[Any, ...]:
+        """Return what `save` was given."""
+        return autograd_graph.saved(ctx)
+
+    def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
+        """Call `note` with the input of a layer that runs now."""
+        note(x)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + b."""
+        if _is_excluded(_NOTES_VIEWS):
+            return F.linear(x, weight, bias)
+        _set_excluded(_NOTES_VIEWS, True)  # F.linear makes a matrix and gives a view of it, which would be copied
+        try:
+            return F.linear(x, weight, bias)
+        finally:
+            _set_excluded(_NOTES_VIEWS, False)
+
+
+# -- autograd functions that record ------------------------------------------------------------------------------------
+
+
+def note_call(ctx: Any, tap: RecordingTap) -> None:
+    """Note in a forward how its backward is recorded."""
+    engine = tap.engine
+    ctx.tap, ctx.recorder, ctx.generation = tap, engine.recorder, engine.state.generation
+
+
+def is_recording(ctx: Any) -> bool:
+    """Return whether this backward pass records. Refuse one that is not the micro-batch's, or is differentiated."""
+    engine: RecordingEngine = ctx.tap.engine
+    recording = engine.anchor.is_recording()
+    if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
+        _check_backward(ctx)
+    return recording
+
+
+def _check_backward(ctx: Any) -> None:
+    ctx.tap.engine.state.check_graph(ctx.tap.name, ctx.generation)
+    if torch.is_grad_enabled():
+        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
+
+
+def record(ctx: Any, samples: int, add: Callable[[], None]) -> None:
+    """Call `add`, which gives the engine what the call leaves, with the recorder of its forward."""
+    if not samples:
+        ctx.tap.engine.state.record()
+        return
+    recorder = ctx.recorder
+    with nullcontext() if recorder is ctx.tap.engine.recorder else recorder.entered():
+        add()
