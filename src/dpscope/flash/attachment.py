@@ -14,8 +14,8 @@ from dpscope.flash import layers
 from dpscope.flash.compiled.regions import Engine, RootRegionTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
-from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
@@ -78,21 +78,21 @@ class Attachment:
 
     def _tap(self) -> None:
         ladder = self._ladder
-        units = layers.plan(self._model, ladder.whole, ladder.followed)
-        refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
+        tapped = ladder.plan()
+        refuse_shards_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
         verification = self._engine.verification
-        verification.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
-        verification.followed = [unit.module for unit in units if unit.followed]
-        for unit in units:
-            tap = unit.make(self._engine, unit.name, unit.module)
+        verification.buffers = BufferWatch(self._model, [each.module for each in tapped if each.make is OpaqueTap])
+        verification.followed = [each.module for each in tapped if each.make is BareTap]
+        for name, module, make in tapped:
+            tap = make(self._engine, name, module)
             self._install(tap)
-            if isinstance(tap, OpaqueTap) and unit.module in ladder.whole:
-                tap.describe(f"torch.func.vmap over samples, because {ladder.whole[unit.module]}")
             if isinstance(tap, OpaqueTap):
-                tap.derives = unit.module in ladder.derived
+                tap.derives = module in ladder.derived
+                if module in ladder.whole:
+                    tap.describe(f"torch.func.vmap over samples, because {ladder.whole[module]}")
             if isinstance(tap, BareTap):
-                tap.places += ladder.strays_of(unit.module)
-                tap.constants = ladder.constants.setdefault(unit.module, set())
+                tap.places += ladder.strays_of(module)
+                tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
         self._root = RootRegionTap(self._engine, "", self._model)
         self._install(self._root)
@@ -102,7 +102,7 @@ class Attachment:
         self._install(ReplicaTap(self._model))
         for tap in self._wrapper_taps():
             self._install(tap)
-        self._note_layers(units)
+        self._note_layers(tapped)
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -151,15 +151,12 @@ class Attachment:
                     found.append(module)
         return found
 
-    def _note_layers(self, units: list[layers.Unit]) -> None:
+    def _note_layers(self, tapped: list[TappedModule]) -> None:
         self._layers = []
-        for unit in units:
-            cls = layers.own_class_of(unit.module) if unit.layer else None
-            if cls is not None:
-                names = unit.make.names  # type: ignore[attr-defined]
-                self._layers.append(
-                    _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
-                )
+        for _, module, make in tapped:
+            cls = layers.own_class_of(module)
+            if cls is not None and issubclass(make, LayerTap):
+                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
         self._classes = {layer.key for layer in self._layers}
         known = {layer.module for layer in self._layers}
         self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}

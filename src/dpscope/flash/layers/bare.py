@@ -26,9 +26,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, step_back
-from dpscope.flash.layers.bare_node import apply_used, operands_of
-from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
+from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, slot_of, step_back
+from dpscope.flash.layers.bare_use import (
+    BareUse,
+    Constant,
+    Expanded,
+    Unrelated,
+    apply_used,
+    learn,
+    name_of,
+    operands_of,
+)
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
@@ -47,23 +55,32 @@ class Bare(Proxy):
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        if dry_run.current() is not None:
-            stand_in = dry_run.placeholder(plain).as_subclass(Bare)
-        elif torch.is_grad_enabled():
-            stand_in = plain.as_subclass(Bare)
-        else:
-            with torch.enable_grad():
-                stand_in = plain.as_subclass(Bare)
+        with torch.enable_grad():
+            proxy = (plain if dry_run.current() is None else dry_run.placeholder(plain)).as_subclass(Bare)
         base = plain._base
         slot = slot_of(tap, plain if base is None else base)
-        stand_in.plain, stand_in.tap, stand_in.origin = plain, tap, "" if slot is None else slot.name
-        return stand_in
+        proxy.plain, proxy.tap, proxy.origin = plain, tap, "" if slot is None else slot.name
+        return proxy
 
     def samples(self, consumer: nn.Module | None = None) -> Tensor:
-        return samples_of(self, consumer)
+        tap, plain, row = self.tap, self.plain, self
+        batch = tap.batch()
+        rows = plain.shape[0] if plain.dim() else 0
+        if rows == batch and (batch <= 1 or plain.stride(0) == 0):  # equal rows
+            row = Bare.of(plain[:1], tap) if batch else self
+        elif rows != 1:
+            reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
+            raise tap.cannot_follow(reason, consumer)
+        if consumer is not None:
+            tap.engine.verification.expanded.add(consumer)
+        key = expand_rows, plain.dim(), row.origin
+        role = tap.roles.setdefault(key, BareUse(tap, expand_rows, [False, False]))
+        assert isinstance(role, BareUse)
+        answer: Tensor = tap.apply(role, expand_rows, *flatten((row, batch), {}))
+        return answer
 
     def derive(self, tensor: Tensor) -> Tensor:
-        return Bare.of(tensor, self.tap) if tensor.requires_grad else tensor
+        return self.tap.proxy_of(tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,8 +205,8 @@ class BareTap(TapOfSamples):
         before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
         for owned, key, parameter in self.places:
             if parameter.requires_grad:
-                owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
-                stand_in._is_param = True  # to isinstance, an nn.Parameter
+                owned[key] = proxy = Bare.of(parameter, self)  # type: ignore[assignment]
+                proxy._is_param = True  # to isinstance, an nn.Parameter
         return before
 
     def _take_off(self, before: _Places) -> None:
@@ -258,12 +275,13 @@ class BareTap(TapOfSamples):
             result = _call(func, leaves, spec)
         if _is_plain(result):
             result.made_of = step_back(name, operands_of(leaves), result)
-            return self._stand_in(result)
+            return self.proxy_of(result)
         if isinstance(result, tuple | list | dict):
-            return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
+            return pytree.tree_map(lambda leaf: self.proxy_of(leaf) if isinstance(leaf, Tensor) else leaf, result)
         return result
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
+    def proxy_of(self, tensor: Tensor) -> Tensor:
+        """Return a proxy for a tensor that is made of parameters; a constant is returned as it is."""
         return Bare.of(tensor, self) if tensor.requires_grad else tensor
 
     def use(self, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -361,28 +379,6 @@ class BareTap(TapOfSamples):
                 self.engine.forwards.admit_unit(role, dim, shared=False)
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
-
-
-def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
-    """Expand a proxy with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
-    tap, plain = stand_in.tap, stand_in.plain
-    batch = tap.batch()
-    rows = plain.shape[0] if plain.dim() else 0
-    if rows == batch and (batch <= 1 or plain.stride(0) == 0):
-        stand_in = Bare.of(plain[:1], tap) if batch else stand_in
-    elif rows != 1:
-        reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
-        raise tap.cannot_follow(reason, consumer)
-    if consumer is not None:
-        tap.engine.verification.expanded.add(consumer)
-    key = expand_rows, plain.dim(), stand_in.origin
-    role = tap.roles.get(key)
-    if role is None:
-        role = tap.roles[key] = BareUse(tap, expand_rows, [False, False])
-    assert isinstance(role, BareUse)
-    leaves, spec = flatten((stand_in, batch), {})
-    answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
-    return answer
 
 
 _KEEP_ROWS = frozenset(("contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type", "type_as"))

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.gradients.contributions import Lookup, sample_products, wide
+from dpscope.flash.gradients.contributions import sample_products, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
 from dpscope.flash.layers.conv import add_patches, patches_of, setting_of
+from dpscope.flash.layers.embedding import add_lookup, lookup_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
 from dpscope.flash.taps.taps import TapOfSamples
 
@@ -72,7 +73,10 @@ class Use(Protocol):
     @property
     def tap(self) -> TapOfSamples: ...
 
-    def slot(self, plain: Tensor) -> Slot | None: ...
+
+def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
+    """Return the slot of a parameter, whichever module owns it; modules may pass parameters to each other."""
+    return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 Gradients = list[tuple[Operand, Any]]  # (B, *shape) tensors, or the Patches of a convolution
@@ -138,13 +142,13 @@ def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
     """Return the gradients of a weight (p, d) that x: (B, *, d) was multiplied by."""
     x, g = as_sequences(x.resolve_neg().to(g.dtype)), as_sequences(g)
     plain = weight.plain
-    slot = use.slot(plain)
+    slot = slot_of(use.tap, plain)
     if slot is not None:
         keep_or_defer(use.tap, slot, x, g)
         return []
     base = plain._base
     if base is not None and base.dim() == 2 and plain.shape == base.shape[::-1] and _is_transposed(plain, base):
-        slot = use.slot(base)
+        slot = slot_of(use.tap, base)
         if slot is not None:
             keep_or_defer(use.tap, slot, g, x, g.shape[-1])
             return []
@@ -175,7 +179,7 @@ def _of_matmul(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
         weight = type(args[1])(args[1].plain.t())
     # t() of t() is the parameter's own layout, but another tensor.
     base = weight.plain._base
-    if base is not None and use.slot(base) is not None and _same_view(weight.plain, base):
+    if base is not None and slot_of(use.tap, base) is not None and _same_view(weight.plain, base):
         weight = type(args[1])(base)
     return _product(use, weight, args[0], g)
 
@@ -209,15 +213,11 @@ def _of_index(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
 
 
 def _lookup(use: Use, weight: Operand, ids: Tensor, g: Tensor, padding_idx: int | None) -> Gradients:
-    batch, (rows, width) = ids.shape[0], weight.plain.shape
-    flat = ids.reshape(batch, -1)
-    decision = use.tap.engine.path_rules.of_lookup(*flat.shape)
-    lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)
-    slot = use.slot(weight.plain)
-    if slot is None or batch == 1:
+    lookup = lookup_of(use.tap, weight.plain, ids, g, padding_idx)
+    slot = slot_of(use.tap, weight.plain)
+    if slot is None:
         return [(weight, lookup.materialise())]
-    slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
-    use.tap.engine.add(slot, lookup)
+    add_lookup(use.tap, slot, lookup)
     return []
 
 
@@ -254,7 +254,7 @@ def _of_conv(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
         padding = (padding,) * n if isinstance(padding, int) else padding
         setting = setting_of((tuple(plain.shape[2:]), stride, padding, dilation, named.get("groups", 1), "zeros"))
         x = (x if setting.pad is None else F.pad(x, setting.pad)).to(g.dtype)
-        slot = use.slot(plain)
+        slot = slot_of(use.tap, plain)
         if slot is not None:
             add_patches(use.tap, slot, x, g, setting.geometry)
         else:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
-from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
+from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild, slot_of
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.layers.row_derivatives import (
     PROBES,
@@ -33,9 +33,10 @@ from dpscope.flash.layers.row_derivatives import (
     unknown_of,
 )
 from dpscope.flash.sample_rows.proxy import Proxy
+from dpscope.flash.taps.recorder import is_recording, note_call, record
 from dpscope.flash.taps.taps import TapOfSamples
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 
@@ -48,11 +49,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
-
-
-def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
-    """Return the slot of a parameter, whichever module owns it; modules may pass parameters to each other."""
-    return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 class _Seen:
@@ -161,10 +157,6 @@ class BareUse(_Seen):
             for operand, row in zip(operands, self.rows, strict=True)
         ]
 
-    def slot(self, plain: Tensor) -> Slot | None:
-        """Return the slot of the parameter, if the tensor is one itself."""
-        return slot_of(self.tap, plain)
-
     def _of_parameters(self, q: Tensor, found: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
         """Yield the gradients of the parameters that q is made of, given q's; add those in closed form here."""
         if isinstance(found, Patches) and self._add_derived(q, found):
@@ -174,7 +166,7 @@ class BareUse(_Seen):
         while (made_of := getattr(q, "made_of", None)) is not None:
             q, pull = made_of
             rows = pull(rows)
-        slot = self.slot(q)
+        slot = slot_of(self.tap, q)
         if slot is not None:
             yield slot, rows
             return
@@ -301,6 +293,56 @@ def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
     offset = q.storage_offset() - base.storage_offset()
     values.as_strided((batch, *shape), (numel, *strides), offset).copy_(gradients)
     return values.view(batch, *base.shape)
+
+
+# -- the node behind a use ---------------------------------------------------------------------------------------------
+
+
+class Used(torch.autograd.Function):
+    """Autograd node that returns y unchanged; backward gives the use its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
+        use, leaves, spec = call
+        note_call(ctx, use.tap)
+        ctx.use, ctx.spec = use, spec
+        ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
+        ctx.leaves, ctx.places = list(leaves), []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Proxy):
+                ctx.leaves[place] = leaf.shape
+                ctx.places.append(place)
+        if use.saves:
+            ctx.save_for_backward(*(leaves[place] for place in ctx.places))
+        results = tuple(y.clone() if use.copies else _unsafe_view(y, y.shape) for y in ys)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        if is_recording(ctx):
+            record(ctx, len(gs[0]), lambda: _record(ctx, gs))
+        return (None, None, *gs)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+# What Function.apply calls after it has looked for torch.func's transforms, in which nothing is followed.
+apply_used: Any = super(torch.autograd.Function, Used).apply
+
+
+def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
+    use = ctx.use
+    leaves = list(ctx.leaves)
+    if use.saves:
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+    gs = tuple(g.resolve_neg() for g in gs)
+    with no_autocast(ctx.autocast[0]):
+        use.record(operands_of(leaves), ctx.spec, gs, ctx.autocast)
+
+
+def operands_of(leaves: list[Any]) -> list[Any]:
+    """Return the operands of a use, with proxies replaced by their tensors."""
+    return [Operand(leaf.plain) if isinstance(leaf, Proxy) else leaf for leaf in leaves]
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------

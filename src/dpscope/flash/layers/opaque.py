@@ -1,4 +1,4 @@
-"""Any other module that owns parameters: one unit with all it contains, run sample by sample through torch.func.
+"""Any other module that owns parameters: it runs sample by sample, with all it contains.
 
 Each parameter is replaced, inside the module's own forward, by B copies that are one and the same tensor (a view); the
 module runs under vmap over samples, each seeing a batch of one; ordinary autograd then gives the copies' gradients,
@@ -21,6 +21,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.layers.per_sample import parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.sample_rows.proxy import Proxy
@@ -83,8 +84,9 @@ class OpaqueTap(CheckedTap):
         sample_call.admit()
         if sample_call.batch:
             self.check(sample_call)
+        batch, anchor = sample_call.batch, self.engine.anchor.tensor
         expanded = {
-            f"unit.{key}": Expand.apply(self.engine.anchor.tensor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
+            parameter_key(key): Expand.apply(anchor, whole[key].detach(), batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
         # The state of a checkpointed forward that runs again is written by the first.

@@ -1,4 +1,4 @@
-"""One call of a unit, taken apart into what belongs to each sample and what is shared, and run sample by sample."""
+"""One call of a per-sample module, taken apart into samples and what they share, and run sample by sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.unit import UnitTap
+from dpscope.flash.layers.per_sample import PerSampleModule, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
@@ -67,7 +67,7 @@ def _no_efficient_attention() -> Iterator[None]:
 def _no_checkpoints() -> Iterator[None]:
     """Let a checkpoint inside vmap fail now, because backward would rerun it outside of vmap; a loop then takes over.
 
-    Hooks on saved tensors that are active already, as in a checkpoint around the unit, cannot be forbidden.
+    Hooks on saved tensors that are active already, as in a checkpoint around the module, cannot be forbidden.
     """
     with ExitStack() as stack:
         with suppress(RuntimeError):
@@ -76,13 +76,17 @@ def _no_checkpoints() -> Iterator[None]:
 
 
 class WrittenArguments(UserError):
-    """Error of a unit that changes its arguments in place."""
+    """Error of a per-sample module that changes its arguments in place."""
 
 
 class SampleCall:
-    """Call of a unit. `leaves`: its arguments, flat; `mapped`: which hold one entry a sample, and in which dim."""
+    """Call of a per-sample module.
 
-    def __init__(self, tap: UnitTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves  its arguments, flat
+    mapped  which of them hold one entry a sample, and in which dimension
+    """
+
+    def __init__(self, tap: PerSampleModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tap = tap
         self.args_count = len(args)
         self.kwarg_names = list(kwargs)
@@ -114,7 +118,7 @@ class SampleCall:
         return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
 
     def is_shared(self) -> bool:
-        """Return whether all arguments of the unit are shared by the samples."""
+        """Return whether all arguments are shared by the samples."""
         return self.batch != 1 and self.expanded >= self.mapped.keys()
 
     def kind(self) -> Any:
@@ -135,7 +139,7 @@ class SampleCall:
         return self.tap.input_dims.get(name, 0)
 
     def key(self, index: int) -> tuple[Any, ...]:
-        """Return a key for an argument's place in every call of the unit."""
+        """Return a key for an argument's place in every call of the module."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
@@ -168,24 +172,24 @@ class SampleCall:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def call(self, parameters: dict[str, Tensor], leaves: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
-        """Run the unit's forward. Return its outputs, flat, their structure, and what it left on the module."""
+        """Run the module's forward. Return its outputs, flat, their structure, and what it left on the module."""
         values, start = [], 0
         for spec in self.specs:
             values.append(pytree.tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec))
             start += spec.num_leaves
         args = tuple(values[: self.args_count])
         kwargs = dict(zip(self.kwarg_names, values[self.args_count :], strict=True))
-        unit = self.tap.module
-        given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
+        buffers = dict(self.tap.module.named_buffers())
+        given = {parameter_key(key): buffer.clone() for key, buffer in buffers.items()}
         replaced = {**given, **parameters}
         untouched = token(values)
         with uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
             output, changes = functional_call(self.tap.functional, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()
-        for key, buffer in given.items():
+        for name, (key, buffer) in zip(buffers, given.items(), strict=True):
             if key not in parameters and (replaced[key] is not buffer or buffer._version):
-                changes[key.removeprefix("unit.")] = replaced[key]
+                changes[name] = replaced[key]
         found, spec = pytree.tree_flatten(output)
         for leaf in found:
             if not isinstance(leaf, (Tensor, *_RETURNED)):

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
+from dpscope.flash.layers.per_sample import PerSampleModule, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
-from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.taps.taps import Engine
 from dpscope.flash.torch_side import dry_run
@@ -66,7 +66,7 @@ class RunSamples(Protocol):
 class UnitCheck:
     """The check of one call; `run_samples` runs it sample by sample."""
 
-    def __init__(self, tap: UnitTap, sample_call: SampleCall, run_samples: RunSamples) -> None:
+    def __init__(self, tap: PerSampleModule, sample_call: SampleCall, run_samples: RunSamples) -> None:
         self.tap = tap
         self.call = sample_call
         self.run_samples = run_samples
@@ -108,7 +108,7 @@ class UnitCheck:
 
     def _one_by_one(self) -> Answers:
         expanded = {
-            f"unit.{key}": parameter.detach().expand(self.call.batch, *parameter.shape)
+            parameter_key(key): parameter.detach().expand(self.call.batch, *parameter.shape)
             for key, parameter in self.tap.whole_parameters().items()
             if parameter.requires_grad
         }
@@ -191,8 +191,8 @@ class UnitCheck:
         return True
 
 
-class CheckedTap(UnitTap):
-    """A unit that is checked at its first call of each kind, and wherever the model is looked at again."""
+class CheckedTap(PerSampleModule):
+    """A per-sample module that is checked at its first call of each kind, and wherever the model is looked at again."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
