@@ -116,9 +116,11 @@ class LinearTap(LayerTap):
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.recorder.saved(ctx)
         trains_weight, trains_bias = ctx.live
-        sums = bias_sums(as_sequences(g)) if trains_bias else None
+        postpones = trains_weight and trains_bias and not ctx.recorder.sums_at_once
+        sums = bias_sums(as_sequences(g)) if trains_bias and not postpones else None
         dx, g = self._input_gradient(ctx, g, weight)
-        return dx, x, g if trains_weight else None, sums
+        # Sums that are postponed are those of g, which the weight holds anyway.
+        return dx, x, g if trains_weight else None, g if postpones else sums
 
     def _input_gradient(self, ctx: Any, g: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Return the gradient of x, and g with columns of zeros at its end if they make products faster."""
@@ -130,24 +132,6 @@ class LinearTap(LayerTap):
         assert weight is not None
         weight = weight.t() if self.transposed else weight
         return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
-
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
-        trains_weight, trains_bias = ctx.live
-        if not (trains_weight and trains_bias) or ctx.recorder.sums_at_once:
-            return super().backward(ctx, g)
-        x, weight = ctx.recorder.saved(ctx)
-        dx, g = self._input_gradient(ctx, g, weight)
-        slot, first, second = self._product(x, as_sequences(g))
-        decision = decide(self, slot, first, second, self._width_freed(x, g))
-        if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
-            self.keep(1, bias_sums(first if self.transposed else second))
-            add_product(self, slot, first, second, decision)
-        else:
-            product = Outer(first, second, decision)
-            self.defer_sums(1, product.first if self.transposed else product.g)
-            self.engine.add(slot, product)
-        return dx
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live
@@ -162,12 +146,23 @@ class LinearTap(LayerTap):
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
         x, g, sums = pieces
-        if sums is not None:
+        postpones = sums is not None and sums is g
+        if sums is not None and not postpones:
             self.keep(1, sums, owned=owned)
-        if x is not None and g is not None:
-            if self.shares_input is None:  # nobody looked in forward
-                self._note_input(x)
-            keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
+        if x is None or g is None:
+            return
+        if self.shares_input is None:  # nobody looked in forward
+            self._note_input(x)
+        slot, first, second = self._product(x, as_sequences(g))
+        decision = decide(self, slot, first, second, self._width_freed(x, g))
+        if postpones and decision.path == KEEP:  # first the sums: torch's scratch memory for them is as large as g
+            self.keep(1, bias_sums(first if self.transposed else second))
+        if not postpones or decision.path == KEEP:
+            add_product(self, slot, first, second, decision)
+            return
+        product = Outer(first, second, decision)
+        self.defer_sums(1, product.first if self.transposed else product.g)
+        self.engine.add(slot, product)
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
         """Return the weight's slot and the two operands of its gradient."""

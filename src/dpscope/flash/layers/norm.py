@@ -7,7 +7,7 @@ and kept. The gradient of x comes from torch's own kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.kernels.sample_sums import inverse_rms, layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.taps import Engine, LayerTap
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -42,34 +42,13 @@ def _probe_instance_norm(x: Tensor) -> Tensor:
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
-class SumsTap(LayerTap):
-    """A layer whose parameters' per-sample gradients are sums over positions, (B, elements of the parameter).
-
-    Those of a vector may be (B, stretches, elements), to be added up with other layers'.
-    """
-
-    def needs_whole(self, ctx: Any) -> bool:
-        """Return whether all sums are to be taken in backward."""
-        slot = self.slots[0] or self.slots[-1]
-        return ctx.recorder.sums_at_once or slot is None or slot.parameter.dim() != 1
-
-    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]
-        dtype = wide(torch.promote_types(x.dtype, y.dtype))
-        return tuple(
-            Spec((x.shape[0], size), dtype) if size is not None and needed else None
-            for size, needed in zip(sizes, live, strict=True)
-        )
-
-    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        for index, sums in enumerate(pieces):
-            if sums is not None and sums.dim() == 3:
-                self.defer_sums(index, sums, owned=True)
-            elif sums is not None:
-                self.keep(index, sums, owned=owned)
+def _takes_whole_sums(tap: LayerTap, ctx: Any) -> bool:
+    """Return whether backward takes the sums itself. Those of a vector may be added up with other layers'."""
+    slot = tap.slots[0] or tap.slots[-1]
+    return ctx.recorder.sums_at_once or slot is None or slot.parameter.dim() != 1
 
 
-class NormTap(SumsTap):
+class NormTap(LayerTap):
     """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
 
     @property
@@ -114,13 +93,13 @@ class LayerNormTap(NormTap):
             if x.dim() != 3 or len(self.shape) != 1:
                 rows = x.reshape(x.shape[0], -1, weight.numel())
                 of_g = g.reshape(rows.shape)
-            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd, whole=self.needs_whole(ctx))
+            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd, whole=_takes_whole_sums(self, ctx))
         if ctx.needs_input_grad[1]:
             dx = _layer_norm_backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
         return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
 
 
-class RMSNormTap(SumsTap):
+class RMSNormTap(LayerTap):
     """x̂ = x / sqrt(mean(x²) + eps), over the weight's dimensions. Also for Hugging Face's classes of that kind."""
 
     names = ("weight",)
@@ -145,7 +124,7 @@ class RMSNormTap(SumsTap):
         eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
         rows = x.reshape(batch, -1, width)
         rstd = inverse_rms(rows, eps)
-        whole = self.needs_whole(ctx)
+        whole = _takes_whole_sums(self, ctx)
         sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:
             return None, sums

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import RowGroups
-from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
+from dpscope.flash.gradients.contributions import Contribution, Kept, Summed, wide
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
@@ -177,9 +177,10 @@ class TapOfSamples(EngineTap):
 class LayerTap(TapOfSamples):
     """Base class of layer families: it runs a layer's forward and records its per-sample gradients in backward.
 
-    A family implements `forward` and `backward`. If compiled graphs should hold it, it implements `gradients`,
-    `piece_specs` and `record` instead of `backward`. `names` lists the parameters that the family knows; `slots` and
-    `ctx.live` (whether each requires a gradient) have the same order.
+    A family implements `forward` and `gradients`, which returns per-sample sums over positions. One that leaves other
+    pieces also implements `piece_specs` and `record`. A family that implements `backward` instead is not held by
+    compiled graphs. `names` lists the parameters that the family knows; `slots` and `ctx.live` (whether each requires a
+    gradient) have the same order.
 
     Args:
         engine: The engine that is attached.
@@ -371,11 +372,23 @@ class LayerTap(TapOfSamples):
 
         `live` is `ctx.live`.
         """
-        raise NotImplementedError
+        dtype = wide(torch.promote_types(x.dtype, y.dtype))
+        return tuple(
+            Spec((x.shape[0], slot.parameter.numel()), dtype) if slot is not None and needed else None
+            for slot, needed in zip(self.slots, live, strict=True)
+        )
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`."""
-        raise NotImplementedError
+        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`.
+
+        Pieces are sums over positions, (B, elements of the parameter). Those of a vector may be (B, stretches,
+        elements), to be added up with other layers'.
+        """
+        for index, sums in enumerate(pieces):
+            if sums is not None and sums.dim() == 3:
+                self.defer_sums(index, sums, owned=True)
+            elif sums is not None:
+                self.keep(index, sums, owned=owned)
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """Return the gradient of x (if `ctx.needs_input_grad[1]`), given the output's `g`; record the parameters'."""
