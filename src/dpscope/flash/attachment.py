@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.regions import Engine, RootRegionTap, region_taps
+from dpscope.flash.compiled.region_taps import RootRegionTap, region_taps
+from dpscope.flash.compiled.regions import Engine
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap

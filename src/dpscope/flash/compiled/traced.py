@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
+from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.taps.taps import Engine, LayerTap
 from dpscope.flash.torch_side.frames import break_graph
@@ -163,6 +164,24 @@ class GraphRecorder(Recorder):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def bias_sums(self, g: Tensor) -> Tensor:
+        return g.sum(1, dtype=wide(g.dtype))
+
+    def inverse_rms(self, x: Tensor, eps: float) -> Tensor:
+        return (x.to(wide(x.dtype)).square().mean(-1) + eps).rsqrt()
+
+    def layer_norm_sums(
+        self, g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = wide(torch.promote_types(g.dtype, x.dtype))
+        centred = x.to(dtype) - mean.to(dtype).reshape(*x.shape[:2], 1)
+        return self.rms_norm_sums(g, centred, rstd, whole=whole), g.sum(1, dtype=dtype)
+
+    def rms_norm_sums(self, g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool) -> Tensor:
+        # The compiler fuses this into one pass without a temporary.
+        dtype = wide(torch.promote_types(g.dtype, x.dtype))
+        return (x.to(dtype) * rstd.to(dtype).reshape(*x.shape[:2], 1) * g.to(dtype)).sum(1)
 
     def call(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the tap in a graph, if it was handed capture leaves that fit; otherwise break the graph around it."""

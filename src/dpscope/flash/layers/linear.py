@@ -117,7 +117,7 @@ class LinearTap(LayerTap):
         x, weight = ctx.recorder.saved(ctx)
         trains_weight, trains_bias = ctx.live
         postpones = trains_weight and trains_bias and not ctx.recorder.sums_at_once
-        sums = bias_sums(as_sequences(g)) if trains_bias and not postpones else None
+        sums = ctx.recorder.bias_sums(as_sequences(g)) if trains_bias and not postpones else None
         dx, g = self._input_gradient(ctx, g, weight)
         # Sums that are postponed are those of g, which the weight holds anyway.
         return dx, x, g if trains_weight else None, g if postpones else sums

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
-from dpscope.flash.kernels.sample_sums import inverse_rms, layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps.taps import Engine, LayerTap
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
@@ -93,7 +92,9 @@ class LayerNormTap(NormTap):
             if x.dim() != 3 or len(self.shape) != 1:
                 rows = x.reshape(x.shape[0], -1, weight.numel())
                 of_g = g.reshape(rows.shape)
-            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd, whole=_takes_whole_sums(self, ctx))
+            weight_sums, bias_sums = ctx.recorder.layer_norm_sums(
+                of_g, rows, mean, rstd, whole=_takes_whole_sums(self, ctx)
+            )
         if ctx.needs_input_grad[1]:
             dx = _layer_norm_backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
         return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
@@ -123,9 +124,9 @@ class RMSNormTap(LayerTap):
         dtype = wide(x.dtype)
         eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
         rows = x.reshape(batch, -1, width)
-        rstd = inverse_rms(rows, eps)
+        rstd = ctx.recorder.inverse_rms(rows, eps)
         whole = _takes_whole_sums(self, ctx)
-        sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
+        sums = ctx.recorder.rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:
             return None, sums
         normed = rows.to(dtype) * rstd.unsqueeze(-1)

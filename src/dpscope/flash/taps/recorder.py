@@ -18,6 +18,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels import sample_sums
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import autograd_graph
 from dpscope.flash.torch_side.attributes import temporarily
@@ -100,6 +101,24 @@ class Recorder:
             return F.linear(x, weight, bias)
         finally:
             _set_excluded(_NOTES_VIEWS, False)
+
+    def bias_sums(self, g: Tensor) -> Tensor:
+        """Return Σ_t g, (B, T, p) -> (B, p)."""
+        return sample_sums.bias_sums(g)
+
+    def inverse_rms(self, x: Tensor, eps: float) -> Tensor:
+        """Return 1/sqrt(mean(x²) + eps) over the last dimension, in float32 at least."""
+        return sample_sums.inverse_rms(x, eps)
+
+    def layer_norm_sums(
+        self, g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σ_t g x̂ and Σ_t g of a LayerNorm. Unless `whole`, they may be (B, stretches, d)."""
+        return sample_sums.layer_norm_sums(g, x, mean, rstd, whole=whole)
+
+    def rms_norm_sums(self, g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool) -> Tensor:
+        """Return Σ_t g x̂ of an RMSNorm; `whole` as in `layer_norm_sums`."""
+        return sample_sums.rms_norm_sums(g, x, rstd, whole=whole)
 
 
 # -- autograd functions that record ------------------------------------------------------------------------------------
