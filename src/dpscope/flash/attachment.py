@@ -19,7 +19,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
-from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.ranks.ranks import Alone
 from dpscope.flash.sample_rows.proxy import Unclipped
 from dpscope.flash.taps.root_taps import ZeroGradTap
 from dpscope.flash.taps.taps import LayerTap
@@ -38,15 +38,12 @@ class _KnownLayer:
 
 
 class Attachment:
-    """Taps and guards of an engine on its model.
+    """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that
-    """
-
-    def __init__(self, engine: Engine, given: nn.Module, ranks: Ranks | None) -> None:
+    def __init__(self, engine: Engine, ranks: Alone) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
-        self._engine, self._model, self._given, self._ranks = engine, engine.model, given, ranks
+        self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
         self._ladder = Ladder(engine.model)
 
     def attach(self, slots: Collection[Slot]) -> None:
@@ -170,9 +167,9 @@ class Attachment:
         """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
             yield ZeroGradTap(self._engine, "", self._given)
-        if self._ranks is not None and self._ranks.layout.wrapper is not None:
-            yield from self._ranks.taps()
-            yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
+        yield from self._ranks.taps()
+        if self._ranks.wrapper is not None:
+            yield ZeroGradTap(self._engine, "", self._ranks.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""

@@ -21,7 +21,7 @@ from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
-from dpscope.flash.checkpointing.closing import LocalCloser, RankCloser, one_by_one
+from dpscope.flash.checkpointing.closing import make_closer, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
@@ -107,13 +107,11 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        given = model if self.ranks is None else self.ranks.layout.given  # perhaps compiled
-        self.model = model = original_of(given)
+        self.model = model = original_of(self.ranks.given)
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
-        sharded = self.ranks is not None and self.ranks.layout.mesh is not None
         budget = MemoryBudget(memory_budget, list(model.parameters()))
-        self.path_rules = PathRules(path, budget, sharded=sharded)
+        self.path_rules = PathRules(path, budget, reduced=self.ranks.sharded)
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -126,12 +124,13 @@ class FlashEngine:
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
-        self._attach(given, batch_size_of)
+        self._attach(batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
-            self.forwards.blocks = self.blocks = CheckpointedBlocks(self, self.ranks if sharded else None)
+            self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
             self.recorder = BetweenBlocks(self.blocks)
+            self.path_rules.runs_again = self.blocks.runs_again
 
     @property
     def max_grad_norm(self) -> float:
@@ -144,13 +143,13 @@ class FlashEngine:
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, given: nn.Module, batch_size_of: BatchSizeOf | None) -> None:
+    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
         self.running_sums = RunningSums(self._slots.values())
-        self.closer = LocalCloser(self._slots) if self.ranks is None else RankCloser(self._slots, self.ranks)
-        self._attachment = Attachment(self, given, self.ranks)
+        self.closer = make_closer(self._slots, self.ranks)
+        self._attachment = Attachment(self, self.ranks)
         self.verification = Verification(
             self,
             self.state,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
-from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.step.step_state import Recorded
@@ -63,7 +62,7 @@ class Reruns:
         self._clashing = _numbered(clashing)
         self._own = _numbered([each for each in self.passes if not each.sums])
         names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
-        self._orders = names if blocks.sharded is None else blocks.sharded.agree_on_reruns(names)
+        self._orders = blocks.engine.ranks.agree_on_reruns(names)
 
     def __bool__(self) -> bool:
         """Return True if a block is to run again for its sums, on any rank."""
@@ -149,16 +148,13 @@ class RerunRecorder(Recorder):
 
 
 class BlockReruns:
-    """Reruns of checkpointed blocks.
+    """Reruns of checkpointed blocks."""
 
-    sharded  the ranks over which the model is sharded
-    """
-
-    def __init__(self, engine: Engine, choices: BlockChoices, sharded: Ranks | None) -> None:
+    def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
-        self.sharded = sharded
         self.devices = cuda_devices(engine.model)
+        self.is_running = False
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._rounding = 0.0
@@ -185,7 +181,7 @@ class BlockReruns:
 
     def names_in(self, each: BlockPass) -> set[str]:
         """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
-        inside = () if self.sharded is None or each.module is None else each.module.parameters()
+        inside = each.module.parameters() if self.engine.ranks.sharded and each.module is not None else ()
         return {slot.name for slot in each.slots}.union(self.engine.slot(parameter).name for parameter in inside)
 
     @contextmanager
@@ -201,7 +197,7 @@ class BlockReruns:
             anchor = self._begin(passes, stack) if passes else None
 
             def run(each: BlockPass | None, names: Collection[str], use: TakeLayers) -> None:
-                with nullcontext() if self.sharded is None else self.sharded.whole_weights(names):
+                with self.engine.ranks.whole_weights(names):
                     if each is not None and anchor is not None:
                         finished.append((each, self._run_one(each, use, anchor)))
 
@@ -213,14 +209,14 @@ class BlockReruns:
         engine = self.engine
         self._refuse_changes(passes[0])
         stack.callback(self._end)
-        engine.path_rules.runs_again = engine.forwards.rerunning = True
+        self.is_running = engine.forwards.rerunning = True
         stack.enter_context(engine.state.expecting(engine.groups.row_count(passes[0].batch_size)))
         stack.enter_context(untouched(engine.model))
         return stack.enter_context(engine.anchor.renewed())
 
     def _end(self) -> None:
         engine = self.engine
-        engine.path_rules.runs_again = engine.forwards.rerunning = False
+        self.is_running = engine.forwards.rerunning = False
 
     def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:
         before = [each.fingerprint for each, _ in finished if each.fingerprint is not None]

@@ -24,7 +24,6 @@ from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import GroupedNorms
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Recorder
@@ -77,16 +76,15 @@ class CheckpointedBlock(Recorder):
                             return self.function(*args, **kwargs)
             return self.function(*args, **kwargs)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        runs_again = self.open is not None or not self.keeps
-        with super().entered(), temporarily(self.engine.path_rules, runs_again=runs_again):
-            yield
-
     def add(self, slot: Slot, contribution: Contribution) -> None:
         self.blocks.choices.note_layer(self.index, slot.module)
         if not self.blocks.gather(self.open, slot, contribution):
             super().add(slot, contribution)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """True if its layers may not keep per-sample gradients."""
+        return self.open is not None or not self.keeps
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -134,18 +132,29 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    """Checkpointed blocks of an engine's model. `sharded`: the ranks over which it is sharded."""
+    """Checkpointed blocks of an engine's model."""
 
-    def __init__(self, engine: BlockEngine, sharded: Ranks | None) -> None:
+    def __init__(self, engine: BlockEngine) -> None:
         self.engine = engine
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices, sharded)
+        self.reruns = BlockReruns(engine, self.choices)
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
         self._gathering: BlockPass | None = None
+        self._is_norming = False
         engine.state.when_dropped(self.clear)
+
+    @property
+    def _block(self) -> CheckpointedBlock | None:
+        """The block whose layers run now."""
+        return self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
+
+    def runs_again(self) -> bool:
+        """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
+        block = self._block
+        return self.reruns.is_running or self._is_norming or (block is not None and block.keeps_nothing)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +172,7 @@ class CheckpointedBlocks:
         self.reruns.begin_micro_batch()
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        outer = self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
+        outer = self._block
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -177,7 +186,7 @@ class CheckpointedBlocks:
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
-        if self.reruns.sharded is not None and module_of(function) is None:
+        if self.engine.ranks.sharded and module_of(function) is None:
             self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
@@ -220,7 +229,7 @@ class CheckpointedBlocks:
     @property
     def _has_groups(self) -> bool:
         """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
-        return len(self.engine.clip.bounds) > 1 and self.reruns.sharded is None
+        return len(self.engine.clip.bounds) > 1 and not self.engine.ranks.sharded
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
@@ -289,8 +298,7 @@ class CheckpointedBlocks:
     @contextmanager
     def _norming(self, done: BlockPass) -> Iterator[None]:
         """Take the fingerprint of what the block's layers left; then let several uses take the path of the sum."""
-        rules = self.engine.path_rules
-        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(rules, runs_again=True):
+        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(self, _is_norming=True):
             if done.input is not None:
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
             yield

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.ranks.ranks import Alone, Ranks
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.torch_side.autocast import no_autocast
 
@@ -99,6 +99,11 @@ class RankCloser:
             before = [into(parameter) if into else None for parameter in reduced]
             added = [new if old is None else old.add_(new) for old, new in zip(before, sums, strict=True)]
             yield SumBatch(reduced, added, None)
+
+
+def make_closer(slots: Slots, ranks: Alone) -> LocalCloser | RankCloser:
+    """Return the closer of a model that these processes train."""
+    return RankCloser(slots, ranks) if isinstance(ranks, Ranks) else LocalCloser(slots)
 
 
 def _taken(made: SumBatch, some: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

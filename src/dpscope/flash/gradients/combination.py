@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients import contributions
-from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, exact_path
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide, wide_product
+from dpscope.flash.gradients.paths import KEEP, Decision, PathRules, tied_decision
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
-from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES
+from dpscope.flash.kernels.triton_runtime import slices
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
@@ -37,35 +36,21 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     x, head = outer.x, outer.g
     dtype = wide(g.dtype)
     batch, length = ids.shape
-    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
     total = torch.zeros(batch, dtype=torch.float64, device=g.device)
-    for start in range(0, length, step):
-        part = slice(start, start + step)
+    for part in slices(length, batch * head.shape[1] * 8, scratch=True):
         picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
         products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
         total += (picked.double() * products.double()).sum((1, 2))
     return total
 
 
-def _tied_decision(outer: Outer) -> Decision:
-    """Return the path of an embedding tied to a head.
-
-    If products are rounded, rank-1 is not exact, because the uses may cancel. Nor is gram, because its cross term is
-    computed from values that are not rounded.
-    """
-    decision = outer.decision
-    rounded = exact_path(GRAM, outer.g) != GRAM
-    instead = {RANK1: KEEP, GRAM: DIRECT} if rounded else {}
-    return replace(decision, path=instead.get(decision.path, decision.path))
-
-
 def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
     """Compute both norms by the direct path: per-sample gradients in slices of the batch, squared and dropped."""
     dtype = wide(outer.g.dtype)
     norms = []
-    for part in contributions.chunks(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize):
+    for part in slices(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize, scratch=True):
         table = Lookup(lookup.ids[part], lookup.g[part].to(dtype), lookup.rows, lookup.padding_idx, lookup.decision)
-        products = contributions.wide_product(outer.g[part].transpose(1, 2), outer.x[part])
+        products = wide_product(outer.g[part].transpose(1, 2), outer.x[part])
         norms.append(kept_norms_squared([products.add_(table.materialise())]))
     return torch.cat(norms)
 
@@ -115,7 +100,7 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
         if len(lookups) > 1:
             lookups = [_merge_lookups(lookups, rules)]
         if outers and lookups:
-            outers[0].decision = _tied_decision(outers[0])
+            outers[0].decision = tied_decision(outers[0].decision, outers[0].g)
         return (*lookups, *outers)
     kept = [part for part in parts if isinstance(part, Kept)]
     if len(kept) == 1 and len(lookups) == len(parts) - 1 and kept[0].owned and kept[0].values.is_contiguous():

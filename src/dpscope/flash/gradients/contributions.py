@@ -15,7 +15,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.flash.kernels.triton_runtime import SCRATCH_BYTES, rows_are_aligned
+from dpscope.flash.kernels.triton_runtime import rows_are_aligned, slices
 from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.phases import allocates
 
@@ -73,13 +73,6 @@ def sample_products(x: Tensor, g: Tensor) -> Tensor:
     for columns in (slice(whole), slice(whole, None)):
         torch.bmm(left[:, columns], x, out=out[:, columns])
     return out
-
-
-def chunks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield slices over samples or features whose scratch stays within `SCRATCH_BYTES`, one element at least."""
-    step = max(1, SCRATCH_BYTES // max(1, bytes_each))
-    for start in range(0, count, step):
-        yield slice(start, min(count, start + step))
 
 
 class Contribution:
@@ -362,7 +355,7 @@ class Outer(Saved):
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
             kept_norms_squared([wide_product(self.g[part].transpose(1, 2), self.x[part])])
-            for part in chunks(self.batch_size, each)
+            for part in slices(self.batch_size, each, scratch=True)
         ]
         return torch.cat(norms)
 

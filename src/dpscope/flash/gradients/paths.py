@@ -29,8 +29,9 @@ the device may round but need not (a CPU).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -123,13 +124,14 @@ class Unfolded(NamedTuple):
     """A convolution's x: elements held a sample; whether patches are copies; whether products are in TF32.
 
     by_kernel: products need no patches, come with their norms, and are rounded alike on every path
-    (kernels/conv_products.py). Otherwise only those that are kept are in TF32.
+    (kernels/conv_products.py). Otherwise only those that are kept are in TF32. groups: how many such products it has.
     """
 
     held: int
     copies: bool
     kept_in_tf32: bool
     by_kernel: bool = False
+    groups: int = 1
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -155,6 +157,17 @@ def exact_path(path: str, g: Tensor) -> str:
     return DIRECT if _rounding_of(g) > (0.0 if path == GRAM else TF32_ROUNDING) else path
 
 
+def tied_decision(decision: Decision, g: Tensor) -> Decision:
+    """Return the path of a head whose weight an embedding uses, too, given the head's own.
+
+    If products are rounded, rank-1 is not exact, because the uses may cancel. Nor is gram, because its cross term is
+    computed from values that are not rounded.
+    """
+    rounded = exact_path(GRAM, g) != GRAM
+    instead = {RANK1: KEEP, GRAM: DIRECT} if rounded else {}
+    return replace(decision, path=instead.get(decision.path, decision.path))
+
+
 def tiled_square(length: int, tile: int) -> int:
     """Return T² for a Gram matrix whose lower half is made of whole tiles."""
     side = min(tile, 64 * math.ceil(max(1, length) / 64))
@@ -178,6 +191,7 @@ class Product(NamedTuple):
         width_freed: Features that are freed once per-sample gradients are kept: those of g and, if no other layer
             reads it, those of x. Default: `p`.
         normed: The product that writes kept gradients also takes their norms.
+        reduced: The gradient travels block by block, so keeping a single sample's gradient is not free.
 
     Example:
         >>> print(choose_path(Product(16, 1024, 4096, 4096, itemsize=2)).path)
@@ -195,6 +209,15 @@ class Product(NamedTuple):
     unfolded: Unfolded | None = None
     width_freed: int | None = None
     normed: bool = False
+    reduced: bool = False
+
+    @property
+    def is_smaller_by_group(self) -> bool:
+        """True if the per-sample gradients of several groups take no more memory than x and g."""
+        if self.unfolded is None or self.unfolded.groups == 1:
+            return False
+        groups, freed = self.unfolded.groups, self.unfolded.held + self.length * self.p * self.unfolded.groups
+        return groups * self.d * self.p * (self.stored_itemsize or self.itemsize) <= freed * self.itemsize
 
     @property
     def allows_gram(self) -> bool:
@@ -242,23 +265,22 @@ def path_costs(product: Product) -> dict[str, PathCost]:
     }
 
 
+class Room(Enum):
+    """Memory that kept per-sample gradients may take."""
+
+    NONE = auto()  # they are in a checkpointed block that makes x and g once more for the sum
+    FREED = auto()  # as much as x and g
+    MORE = auto()  # whatever they need
+
+
 @lru_cache(maxsize=4096)
-def choose_path(
-    product: Product,
-    *,
-    forced: str | None = None,
-    keep_fits: bool = False,
-    sharded: bool = False,
-    runs_again: bool = False,
-) -> Decision:
+def choose_path(product: Product, room: Room = Room.FREED, forced: str | None = None) -> Decision:
     """Choose the cheapest exact path of a layer's product.
 
     Args:
         product: Shapes and number formats of the product.
+        room: Memory that kept per-sample gradients may take.
         forced: Path to use in any case, for tests: "gram", "direct" or "keep".
-        keep_fits: There is room to keep per-sample gradients that take more memory than they free.
-        sharded: The gradient is reduced to a shard block by block, so keeping a single sample's gradient is not free.
-        runs_again: A checkpointed block makes x and g once more for the sum.
 
     Returns:
         The path, the reason, and the predicted cost of each path.
@@ -270,7 +292,7 @@ def choose_path(
         >>> print(choose_path(Product(16, 1024, 4096, 4096, itemsize=2)).path)
         gram
     """
-    costs = MappingProxyType(path_costs(product))
+    costs, runs_again = MappingProxyType(path_costs(product)), room is Room.NONE
     # A block that runs again sums other tensors than those that were rounded for a Gram norm.
     rounded_gram = product.allows_gram and not (product.rounding and runs_again)
     if forced is not None:
@@ -279,14 +301,18 @@ def choose_path(
         if forced == GRAM and not rounded_gram:
             return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
         return Decision(forced, "forced by the caller", costs)
-    if product.batch == 1 and not sharded:
+    if product.is_smaller_by_group:
+        assert product.unfolded is not None
+        reason = f"{product.unfolded.groups} groups: per-sample gradients are smaller than x and g"
+        return Decision(KEEP, reason, costs)
+    if product.batch == 1 and not product.reduced:
         return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
     if product.length == 1 and product.rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
     allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
     width = product.p if product.width_freed is None else product.width_freed
     freed = product.batch * product.length * width * product.itemsize
-    if not runs_again and (keep_fits or costs[KEEP].bytes_held <= freed):
+    if room is Room.MORE or (room is Room.FREED and costs[KEEP].bytes_held <= freed):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
     reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
@@ -301,17 +327,17 @@ def choose_path(
 
 @lru_cache(maxsize=4096)  # asked by every layer in every backward pass
 def _choices(
-    product: Product, dtype: torch.dtype, forced: str | None, sharded: bool, runs_again: bool
+    product: Product, dtype: torch.dtype, forced: str | None, runs_again: bool
 ) -> tuple[Decision, Decision, float]:
     """Return the decision with room to keep, the decision without, and the bytes of room that are needed."""
-    choose = partial(choose_path, product, forced=forced, sharded=sharded)
+    choose = partial(choose_path, product, forced=forced)
     if runs_again:
-        held, again = choose(), choose(runs_again=True)
+        held, again = choose(Room.FREED), choose(Room.NONE)
         kept = held.costs[KEEP].bytes_held if held.path == KEEP else None
         again = replace(again, kept_if_held=kept, dtype=dtype)
         return again, again, 0.0
-    fitting = replace(choose(keep_fits=True), dtype=dtype)
-    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(), dtype=dtype)
+    fitting = replace(choose(Room.MORE), dtype=dtype)
+    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(Room.FREED), dtype=dtype)
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
     # Besides, autograd casts the gradient of a half-precision x to float32; in float32 its largest next step is that of
@@ -322,16 +348,20 @@ def _choices(
 
 
 class PathRules:
-    """Rules by which an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
+    """Rules by which an engine chooses: a path forced on every layer, or the cheapest for which there is room.
 
-    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, sharded: bool = False) -> None:
+    reduced     gradients travel block by block
+    runs_again  whether the layers that ask are in a checkpointed block that runs again, or is to
+    """
+
+    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, reduced: bool = False) -> None:
         self.forced = forced
-        self.sharded = sharded
+        self.reduced = reduced
+        self.runs_again: Callable[[], bool] = bool
         self.budget = budget or MemoryBudget(LEAN, ())
         # By the address of an x that a layer has read in this micro-batch: that x, while it lives, and the layer.
         self.readers: dict[int, tuple[ref[Tensor], Any]] = {}
         self._largest_copy = 0.0  # bytes of x and g of a product, of which Gram norms of TF32's products take copies
-        self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
     def of_product(
         self,
@@ -346,7 +376,7 @@ class PathRules:
         """Decide for a layer with x: (batch, length, d) and g: (batch, length, p). Give `p` if g has another shape."""
         rounding = 0.0 if unfolded is not None and unfolded.by_kernel else _rounding_of(g)
         batch, length, d = x
-        alone = self.sharded and batch == 1  # a lone sample's gradient is stored in the parameter's dtype
+        alone = self.reduced and batch == 1  # a lone sample's gradient is stored in the parameter's dtype
         product = Product(
             batch,
             length,
@@ -359,8 +389,9 @@ class PathRules:
             unfolded=unfolded,
             width_freed=width_freed,
             normed=normed,
+            reduced=self.reduced,
         )
-        fitting, lean, more = _choices(product, g.dtype, self.forced, self.sharded, self.runs_again)
+        fitting, lean, more = _choices(product, g.dtype, self.forced, self.runs_again())
         if rounding and lean.path == GRAM:
             self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)
             more += self._largest_copy
@@ -373,6 +404,6 @@ class PathRules:
 
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Decide for an embedding with ids: (batch, length)."""
-        if self.forced is None and batch == 1 and not self.sharded:
+        if self.forced is None and batch == 1 and not self.reduced:
             return LOOKUP_KEPT
         return LOOKUP_SORTED if self.forced == DIRECT or length > LONGEST_GRAM_LOOKUP else LOOKUP_COMPARED

@@ -401,7 +401,7 @@ def make_graphed_step(loss: Callable[..., Tensor], optimizer: DPFlashOptimizer, 
             f"make_graphed_step needs the optimizer that make_private returned, not {type(optimizer).__name__}"
         )
     engine = optimizer.engine
-    if engine.ranks is not None:
+    if engine.ranks.several:
         raise GRAPHED_RANKS.error()
     if engine.blocks is not None:
         raise GRAPHED_BLOCKS.error()

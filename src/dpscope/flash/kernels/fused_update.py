@@ -64,7 +64,6 @@ def sgd_numbers(
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
-    **_: Any,
 ) -> list[float]:
     """Return the numbers that the kernel of SGD reads."""
     return [noise_std, grad_scale, lr, momentum, 1.0 - dampening, weight_decay]
@@ -81,7 +80,6 @@ def adam_numbers(
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
     floor: float | None = None,
-    **_: Any,
 ) -> list[float]:
     """Return the numbers that the kernel of Adam and AdamW reads. `step` counts from 1."""
     beta1, beta2 = betas
@@ -97,15 +95,12 @@ def fused_sgd_(
     sums: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor] = (),
     *,
-    lr: float,
     momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
     nesterov: bool = False,
     first_step: bool = False,
     **how: Any,
 ) -> None:
-    """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place. `how`: see `_update`.
+    """Apply torch.optim.SGD to grad = (sum + noise)·grad_scale, in place. `how`: see `sgd_numbers` and `_update`.
 
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
     """
@@ -123,10 +118,9 @@ def fused_sgd_(
             grad = grad + momentum * moved if nesterov else moved
         param.copy_(values.sub(grad, alpha=lr))
 
-    numbers = partial(sgd_numbers, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
     constants = {"MOMENTUM": momentum != 0.0, "FIRST": first_step, "NESTEROV": nesterov}
-    _update(_sgd_kernel, "PSB", columns, numbers, fallback, constants, **how)
+    _update(_sgd_kernel, "PSB", columns, sgd_numbers, fallback, constants, momentum=momentum, **how)
 
 
 def fused_adam_(
@@ -136,20 +130,14 @@ def fused_adam_(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor] = (),
     *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
     floor: float | None = None,
     **how: Any,
 ) -> None:
     """Apply torch.optim.Adam, or AdamW if decoupled_weight_decay, to grad = (sum + noise)·grad_scale, in place.
 
-    `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`. floor: of DP-AdamBC's
-    corrected v̂; None is Adam itself. `how`: see `_update`.
+    max_exp_avg_sqs: one a parameter if `amsgrad`. floor: of DP-AdamBC's corrected v̂; None is Adam itself. `how`: see
+    `adam_numbers` and `_update`.
     """
     if amsgrad != bool(max_exp_avg_sqs):
         raise ValueError("max_exp_avg_sqs go with amsgrad: give one tensor a parameter, or neither")
@@ -172,19 +160,9 @@ def fused_adam_(
             denominator = (second.sqrt() / root_correction).add_(eps)
         param.copy_(values.addcdiv_(first, denominator, value=-step_size))
 
-    numbers = partial(
-        adam_numbers,
-        step=step,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        floor=floor,
-    )
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
     constants = {"AMSGRAD": amsgrad, "CORRECTED": floor is not None}
-    _update(_adam_kernel, "PSMV", columns, numbers, fallback, constants, **how)
+    _update(_adam_kernel, "PSMV", columns, adam_numbers, fallback, constants, floor=floor, **how)
 
 
 def _update(
@@ -204,18 +182,20 @@ def _update(
     starts: Sequence[int] | None = None,
     row: Tensor | None = None,
     backend: Backend = "auto",
+    **options: Any,
 ) -> None:
     """Hand each parameter to the kernel or to the fallback. `typed`: columns whose dtypes the kernel is compiled for.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
-    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place.
+    None where these are all parameters. row: `words_of` key and numbers on the device, read in their place. options:
+    the optimizer's, for `numbers_of`.
     """
     if factors is not None:
         factors = checked_factors(factors, columns[1])
         columns = [columns[0], list(map(Tensor.contiguous, columns[1])), *columns[2:]]
     params, sums, *states = columns
-    numbers = numbers_of(noise_std=noise_std, grad_scale=grad_scale)
+    numbers = numbers_of(noise_std=noise_std, grad_scale=grad_scale, **options)
     starts = noise_starts(params) if starts is None else starts
     stacked, samples = (None, 1) if factors is None else (1, len(factors))
     launches, left = list_launches(

@@ -40,7 +40,7 @@ so that the device never waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import is_
 
@@ -58,7 +58,14 @@ from dpscope.flash.kernels.gram_units import (
     launch_gram,
     plan_units,
 )
-from dpscope.flash.kernels.triton_runtime import CHUNK_BYTES, Backend, rows_are_aligned, use_triton, with_aligned_rows
+from dpscope.flash.kernels.triton_runtime import (
+    Backend,
+    most_at_once,
+    rows_are_aligned,
+    slices,
+    use_triton,
+    with_aligned_rows,
+)
 from dpscope.flash.torch_side import dry_run
 
 
@@ -144,10 +151,8 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
     sums = torch.zeros(3, batch, dtype=dtype, device=unit.gs[0].device)
     squares, lengths, lost = sums.unbind(0)
     # Shorter strips leave out more of the upper half, until products are too small for the processor.
-    rows = max(1, min(max(64, length // 4), 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
-    samples = max(1, CHUNK_BYTES // max(1, rows * length * dtype.itemsize))
-    for first in range(0, batch, samples):
-        chosen = slice(first, first + samples)
+    rows = min(max(64, length // 4), 512, most_at_once(length * dtype.itemsize))
+    for chosen in slices(batch, rows * length * dtype.itemsize):
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             if unit.ids is None:
@@ -198,18 +203,11 @@ def _gram_strip(tensors: Sequence[Tensor], chosen: slice, start: int, stop: int,
     """Multiply rows [start, stop) by rows [0, stop) of the chosen samples: (b, stop-start, stop)."""
     strip: Tensor | None = None
     for tensor in tensors:
-        for part in _feature_chunks(tensor[chosen, :stop], dtype):
-            converted = part.to(dtype)
+        rows = tensor[chosen, :stop]
+        converted_bytes = 0 if tensor.dtype == dtype else rows.shape[:2].numel() * dtype.itemsize
+        for part in slices(max(1, tensor.shape[2]), converted_bytes):
+            converted = rows[:, :, part].to(dtype)
             product = torch.bmm(converted[:, start:], converted.mT)
             strip = product if strip is None else strip.add_(product)
     assert strip is not None
     return strip
-
-
-def _feature_chunks(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the tensor itself, or slices along features that are small enough to convert."""
-    if tensor.dtype == dtype:
-        yield tensor
-        return
-    wide = max(1, CHUNK_BYTES // max(1, tensor.shape[0] * tensor.shape[1] * dtype.itemsize))
-    yield from torch.split(tensor, wide, dim=2)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.tensor_lists import Cut, chunk_size, find_tensor, list_launches, pointer_at, size_at
-from dpscope.flash.kernels.triton_runtime import CHUNK_BYTES, Backend, constant, jit, tl
+from dpscope.flash.kernels.triton_runtime import Backend, constant, jit, slices, tl
 from dpscope.flash.torch_side.captures import device_cache
 from dpscope.vocabulary.phases import CLIPPING, Launch, announce
 
@@ -258,9 +258,7 @@ def sums_by_torch(rows: Tensor, factors: Tensor) -> Tensor:
     live = (factors.abs() > 0).unsqueeze(1)
     factors = factors.to(dtype).nan_to_num()
     total = rows.new_empty(rows.shape[1], dtype=dtype)
-    step = max(1, CHUNK_BYTES // max(1, len(rows) * dtype.itemsize))
-    for start in range(0, rows.shape[1], step):
-        part = slice(start, start + step)
+    for part in slices(rows.shape[1], len(rows) * dtype.itemsize):
         finite = rows[:, part].to(dtype).where(live, 0.0)
         torch.mv(finite.t(), factors, out=total[part])
     return total

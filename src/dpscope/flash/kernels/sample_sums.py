@@ -29,11 +29,11 @@ from torch import Tensor
 from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.tensor_lists import pointer_at
 from dpscope.flash.kernels.triton_runtime import (
-    CHUNK_BYTES,
     TRITON_DTYPES,
     Backend,
     jit,
     launch_on,
+    slices,
     table_on,
     tl,
     use_triton,
@@ -275,9 +275,8 @@ def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
 def _torch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     batch, length, width = g.shape
     dgamma = torch.zeros(batch, width, dtype=dtype, device=g.device)
-    rows = max(1, CHUNK_BYTES // max(1, batch * width * dtype.itemsize))
-    for start in range(0, length, rows):
-        part = (slice(None), slice(start, start + rows))
+    for rows in slices(length, batch * width * dtype.itemsize):
+        part = (slice(None), rows)
         normal = x[part].to(dtype)
         if mean is not None:
             normal = normal - mean[part].to(dtype).unsqueeze(-1)

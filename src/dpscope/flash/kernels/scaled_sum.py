@@ -44,8 +44,6 @@ from torch import Tensor
 from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.triton_runtime import (
-    CHUNK_BYTES,
-    SCRATCH_BYTES,
     TRITON_DTYPES,
     Backend,
     dot,
@@ -54,6 +52,7 @@ from dpscope.flash.kernels.triton_runtime import (
     launch_on,
     provide_scratch,
     rows_are_aligned,
+    slices,
     table_on,
     tl,
     use_triton,
@@ -405,17 +404,15 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
     factors = scale.to(out.dtype)[:, None, None]
     skipped = ~(scale.abs() >= MIN_SCALE)[:, None, None]
     masks = g.device.type != "cpu" or bool(skipped.any())  # only the host is asked without waiting
-    samples = max(1, CHUNK_BYTES // (g.shape[1] * max(g.shape[2], x.shape[2], 1) * out.dtype.itemsize))
     scales_g = g.shape[2] <= x.shape[2]
-    for first in range(0, g.shape[0], samples):
-        part = slice(first, first + samples)
+    for part in slices(g.shape[0], g.shape[1] * max(g.shape[2], x.shape[2]) * out.dtype.itemsize):
         scaled = (g if scales_g else x)[part] * factors[part]  # computed in the factors' dtype
         other = (x if scales_g else g)[part].to(out.dtype)
         if masks:
             scaled.masked_fill_(skipped[part], 0.0)
             other = other.masked_fill(skipped[part], 0.0)
         left, right = (scaled, other) if scales_g else (other, scaled)
-        beta = 1 if first or accumulate else 0  # zero ignores what `out` holds
+        beta = 1 if part.start or accumulate else 0  # zero ignores what `out` holds
         out.addmm_(_positions_last(left), _positions_last(right).T, beta=beta)
     return out
 
@@ -440,9 +437,7 @@ def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
 def _sum_products(g: Tensor, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Compute out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
     scale = scale.where(scale.abs() >= MIN_SCALE, 0.0)
-    samples = max(1, SCRATCH_BYTES // max(1, out.nbytes))
-    for first in range(0, g.shape[0], samples):
-        part = slice(first, first + samples)
+    for part in slices(g.shape[0], out.nbytes, scratch=True):
         products = torch.bmm(g[part].to(out.dtype).mT, x[part].to(out.dtype))
         kept_sums([products], scale[part], outs=[out])
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -39,6 +39,19 @@ CHUNK_BYTES = 64 * 2**20
 """Most that a fallback converts, masks or holds at a time."""
 SCRATCH_BYTES = 2**29
 """Scratch for products of samples that are dropped after use. With an eighth of it the host is slower than the GPU."""
+
+
+def most_at_once(bytes_each: int, *, scratch: bool = False) -> int:
+    """Return how many elements fit `CHUNK_BYTES`, or `SCRATCH_BYTES` if `scratch`; one at least."""
+    return max(1, (SCRATCH_BYTES if scratch else CHUNK_BYTES) // max(1, bytes_each))
+
+
+def slices(count: int, bytes_each: int, *, scratch: bool = False) -> Iterator[slice]:
+    """Yield slices over samples, positions or features, each with `most_at_once`."""
+    step = most_at_once(bytes_each, scratch=scratch)
+    for start in range(0, count, step):
+        yield slice(start, min(count, start + step))
+
 
 # Triton decides once, where a kernel is defined, whether it is compiled or interpreted on the CPU.
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, fold, take_rows, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
@@ -35,6 +35,7 @@ from dpscope.flash.kernels.float32_products import convolves_unrounded, cudnn_in
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.triton_runtime import slices
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
 from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.phases import allocates
@@ -110,7 +111,7 @@ class Patches(Saved):
         n = len(self.geometry.kernel)
         positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
         patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel) * self.geometry.copies
-        return list(chunks(self.batch_size, patches * self.first.element_size()))
+        return list(slices(self.batch_size, patches * self.first.element_size(), scratch=True))
 
     def _gradients(self, samples: slice) -> Tensor:
         if self.by_torch or (_is_depthwise(self.shape, self.geometry) and self.g.dim() == len(self.shape)):
@@ -163,7 +164,7 @@ class Patches(Saved):
             return conv_products(self._product(), None)[1].sum(1)
         if self.by_torch and self.decision.path == DIRECT:
             dtype = wide(self.g.dtype)
-            pieces = chunks(self.batch_size, math.prod(self.shape) * dtype.itemsize)
+            pieces = slices(self.batch_size, math.prod(self.shape) * dtype.itemsize, scratch=True)
             return torch.cat([kept_norms_squared([self._by_groups(samples, dtype)]) for samples in pieces])
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
 
@@ -335,14 +336,8 @@ def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
     channel = g.dim() - n - 1
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
-    rules = tap.engine.path_rules
-    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel)
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
-    kept = groups * d * p * stored_dtype(g.dtype).itemsize
-    freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
-    if groups > 1 and rules.forced is None and kept <= freed:
-        return Decision(KEEP, f"{groups} groups: per-sample gradients are smaller than x and g", decision.costs)
-    return decision
+    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel, groups)
+    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:

@@ -15,11 +15,10 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from dpscope.errors import UserError
-from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER, SECURE_RANKS
+from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
-from dpscope.flash.ranks.layout import refuse_several_processes
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import uncompiled
@@ -81,10 +80,7 @@ class DPFlashOptimizer(DPOptimizer):
     ) -> None:
         _require_noise(noise_multiplier)
         _refuse_closures(optimizer)
-        if engine.ranks is None:
-            refuse_several_processes()
-        elif secure_mode:
-            raise SECURE_RANKS.error()
+        engine.ranks.refuse_processes(secure_mode=secure_mode)
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
@@ -116,9 +112,8 @@ class DPFlashOptimizer(DPOptimizer):
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
         engine.remove_on_detach(optimizer.register_state_dict_post_hook(self._save_noise))
         engine.remove_on_detach(optimizer.register_load_state_dict_pre_hook(self._load_noise))
-        if engine.ranks is not None:
-            for hook in engine.ranks.watch_forwards():
-                engine.remove_on_detach(hook)
+        for hook in engine.ranks.watch_forwards():
+            engine.remove_on_detach(hook)
 
     @property
     def max_grad_norm(self) -> float:
@@ -201,8 +196,7 @@ class DPFlashOptimizer(DPOptimizer):
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
             raise FOREIGN_SCALER.error()
-        if self.engine.ranks is None:
-            refuse_several_processes()
+        self.engine.ranks.refuse_processes()
         if not self.engine.attached:
             raise UserError(
                 "the flash engine was detached: gradients are no longer clipped; make the model private anew"
@@ -231,11 +225,16 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _meet_ranks(self, skips: bool) -> None:
         """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""
-        self._key, ranks = None, self.engine.ranks
-        if ranks is None:
-            return
+        self._key = None
+        doing = f"{'add a batch to' if skips else 'take'} step {self._steps + 1}"
+        draw = (lambda: NO_KEY) if skips else self.noise.draw
+        key = self.engine.ranks.meet_to_step(doing, self.original_optimizer, self._facts, draw)
+        self._key = None if skips else key
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what has to be the same on all ranks before a step."""
         how = self._privatisation()
-        facts = {
+        return {
             "backward passes since the last step": self.engine.state.micro_batches,
             "batches that BatchMemoryManager drew and the loop did not train on": len(self._step_skip_queue),
             "the standard deviation of the noise": how.noise_std,
@@ -243,9 +242,6 @@ class DPFlashOptimizer(DPOptimizer):
             "the clipping bound": self.max_grad_norm,
             "the noise of earlier steps": (len(self.noise.used), self.noise.used.last()),
         }
-        doing = f"{'add a batch to' if skips else 'take'} step {self._steps + 1}"
-        key = ranks.meet_to_step(doing, self.original_optimizer, facts, NO_KEY if skips else self.noise.draw())
-        self._key = None if skips else key
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds."""
@@ -338,13 +334,10 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _adapt(self, counted: float) -> None:
         """Let an adaptive clipping rule change its bound for the next step."""
-        clip, ranks = self.engine.clip, self.engine.ranks
-        if not clip.learns:
-            return
-        if self.noise_multiplier > 0 and (ranks is None or ranks.control.rank == 0):
-            counted += clip.count_noise()
-        released = counted if ranks is None else ranks.control.add_up(counted)
-        clip.end_step(released, self.expected_batch_size or 1)
+        clip = self.engine.clip
+        if clip.learns:
+            released = self.engine.ranks.add_up(counted, clip.count_noise() if self.noise_multiplier > 0 else 0.0)
+            clip.end_step(released, self.expected_batch_size or 1)
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1

@@ -1,8 +1,8 @@
-"""The processes that train one model together, as an engine sees them."""
+"""The processes that train one model, as an engine sees them: `Ranks`, or `Alone` if this process has all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash.combinations import SECURE_RANKS
 from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
 from dpscope.flash.ranks.layout import (
     Layout,
@@ -21,6 +22,8 @@ from dpscope.flash.ranks.layout import (
     is_initialised,
     is_spread,
     layout_of,
+    refuse_ddp_forward,
+    refuse_several_processes,
     require_initialised,
 )
 from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
@@ -46,11 +49,73 @@ class WrapperTap(InstanceMethod):
             return self.original(*args, **kwargs)
 
 
-class Ranks:
+Key = tuple[int, int]  # of a step's noise
+
+
+class Alone:
+    """One process that has all of its model: nothing waits, and nothing travels.
+
+    given  the model as the user has it, perhaps compiled, without DDP's wrapper
+    """
+
+    several = False
+    sharded = False  # each process holds a part of the model's parameters
+    wrapper: nn.Module | None = None  # of DDP
+
+    def __init__(self, given: nn.Module) -> None:
+        self.given = given
+
+    def refuse_processes(self, *, secure_mode: bool = False) -> None:
+        """Refuse processes of which each would add noise of its own."""
+        refuse_several_processes()
+
+    def refuse_wrapper(self) -> None:
+        """Refuse a forward pass inside a wrapper that exchanges gradients."""
+        refuse_ddp_forward()
+
+    def agree_on(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that differ."""
+
+    def watch_forwards(self) -> list[RemovableHandle]:
+        """Return hooks by which forward passes begin together."""
+        return []
+
+    def meet_to_step(
+        self, doing: str, optimizer: Optimizer, facts: Callable[[], RankFacts], draw: Callable[[], Key]
+    ) -> Key | None:
+        """Wait for all ranks to take the same step. Return the key that they share; None if there are no others."""
+        return None
+
+    def agree_on_reruns(self, own: list[BlockNames]) -> list[BlockNames]:
+        """Return the checkpointed blocks that any rank runs again."""
+        return own
+
+    def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Gather the weights of the modules that own these parameters."""
+        return nullcontext()
+
+    def add_up(self, value: float, noise: float) -> float:
+        """Return the sum of every rank's value, with the noise of one of them."""
+        return value + noise
+
+    def taps(self) -> list[InstanceMethod]:
+        """Return the method that replaces the wrapper's forward."""
+        return []
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Keep forward passes inside the block from communicating."""
+        return nullcontext()
+
+
+class Ranks(Alone):
     """Ranks that train one model. Make it on all ranks at once."""
 
+    several = True
+
     def __init__(self, layout: Layout, control: Control) -> None:
+        super().__init__(layout.given)
         self.layout = layout
+        self.sharded, self.wrapper = layout.mesh is not None, layout.wrapper
         self.control = control
         self.reduction = Reduction(layout)
         control.models += 1
@@ -64,6 +129,13 @@ class Ranks:
     def module(self) -> nn.Module:
         """The model without DDP's wrapper."""
         return self.layout.module
+
+    def refuse_processes(self, *, secure_mode: bool = False) -> None:
+        if secure_mode:
+            raise SECURE_RANKS.error()
+
+    def refuse_wrapper(self) -> None:
+        """Do nothing: DDP's own exchange of gradients is off (`WrapperTap`)."""
 
     def agree_on(self, optimizer: Optimizer) -> None:
         """Raise UserError on all ranks if their optimizers differ.
@@ -82,7 +154,7 @@ class Ranks:
 
     def watch_forwards(self) -> list[RemovableHandle]:
         """Make all ranks begin each forward pass of a sharded model together: it needs the weights of the others."""
-        if self.layout.mesh is None:
+        if not self.sharded:
             return []
 
         @uncompiled("flash clipping: ranks meet outside of graphs")
@@ -93,16 +165,18 @@ class Ranks:
 
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
-    def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
+    def meet_to_step(
+        self, doing: str, optimizer: Optimizer, facts: Callable[[], RankFacts], draw: Callable[[], Key]
+    ) -> Key:
         """Wait for all ranks to take the same step with the same settings. Return rank 0's key."""
         key = self.control.meet(
             {
                 **self._facts(doing),
                 "shares taken from the loader": self.control.shares_given,
-                **facts,
+                **facts(),
                 **dict(_settings(optimizer)),
             },
-            key,
+            draw(),
         )
         self._met = True
         return key
@@ -113,11 +187,13 @@ class Ranks:
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))
 
-    def agree_on_reruns(self, own: Sequence[BlockNames]) -> list[BlockNames]:
+    def agree_on_reruns(self, own: list[BlockNames]) -> list[BlockNames]:
         """Return the blocks that any rank runs again, last ones first: number -> names of their parameters.
 
         `own`: those of this rank, in several lists that are kept apart.
         """
+        if not self.sharded:
+            return own
         found: list[BlockNames] = [{} for _ in own]
         for lists in self.control.gather(own, what="agree on checkpointed blocks to run again"):
             for blocks_of_all, theirs in zip(found, lists, strict=True):
@@ -127,8 +203,13 @@ class Ranks:
 
     def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
+        if not self.sharded:
+            return nullcontext()
         owners = dict.fromkeys(self._owners[parameter] for parameter, name in self._names.items() if name in names)
         return whole_weights([owner for owner in owners if owner is not None])
+
+    def add_up(self, value: float, noise: float) -> float:
+        return self.control.add_up(value + (noise if self.control.rank == 0 else 0.0))
 
     def _facts(self, doing: str) -> dict[str, Any]:
         trained = tuple(name for parameter, name in self._names.items() if parameter.requires_grad)
@@ -137,14 +218,11 @@ class Ranks:
     # -- forward passes ------------------------------------------------------------------------------------------------
 
     def taps(self) -> list[InstanceMethod]:
-        """Return the method that replaces the wrapper's forward."""
-        wrapper = self.layout.wrapper
-        return [WrapperTap(wrapper)] if isinstance(wrapper, DistributedDataParallel) else []
+        return [WrapperTap(self.wrapper)] if isinstance(self.wrapper, DistributedDataParallel) else []
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep forward passes inside the block from communicating."""
-        local = nullcontext() if self.layout.mesh is None else made_up_weights(self.module)
+        local = made_up_weights(self.module) if self.sharded else nullcontext()
         with temporarily(self, _is_apart=True), local:
             yield
 
@@ -194,14 +272,14 @@ def _agree_on_values(link: Control, layout: Layout) -> None:
                 )
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the processes over which the model is spread; None if this process has all of it.
+def ranks_of(model: nn.Module) -> Alone:
+    """Return the processes over which the model is spread.
 
     Raise UserError on all ranks if the layout cannot be trained, or differs between ranks.
     """
     if not is_spread(model):
         layout_of(model)  # refuses what no process group is needed to refuse
-        return None
+        return Alone(model)
     reshard(model)
     require_initialised()
     link = control()

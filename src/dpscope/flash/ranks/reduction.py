@@ -3,7 +3,9 @@
 Sharded parameters (FSDP2): one reduce-scatter a block, after which each rank has its shard; with replicas (HSDP) the
 shards are then added up over them. Whole parameters (DDP): all-reduce, in buckets. All ranks go through the same blocks
 in the same order, whatever their own batch was. A block is reduced while the sums of the next are computed, so at most
-two blocks of the gradient are unsharded at a time.
+two blocks of the gradient are unsharded at a time, besides one piece.
+
+Sums are made in pieces that do not follow the blocks: weights of equal shapes share a launch there, as without ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dpscope.flash.ranks.layout import Layout, blocks
 from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
-LAID_OUT_BYTES = 2**29  # of whole sums that are made before they are laid out for their owners
+PIECE_BYTES = 2**28  # of whole sums that are made at once, before they are laid out for their owners
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
 
 # Its name since torch 2.13, and before.
@@ -61,7 +63,7 @@ class Reduction:
                 bucket, held = Bucket([], dtype, sharded), 0
                 found.append(bucket)
             bucket.parameters.append(parameter)
-            open_for[key] = (bucket, held + parameter.numel() * dtype.itemsize)
+            open_for[key] = (bucket, held + _bytes(parameter))
         return found
 
     def reduce(
@@ -69,26 +71,25 @@ class Reduction:
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
         """Yield parameters, each once, with this rank's parts of their sums over all ranks, a bucket at a time."""
         travelling: deque[_Travelling] = deque()
-        for bucket in self.buckets(parameters):
+        buckets = self.buckets(parameters)
+        sums = _Pieces([parameter for bucket in buckets for parameter in bucket.parameters], sums_of)
+        for bucket in buckets:
             send = self._scatter if bucket.sharded else self._all_reduce
-            travelling.append(send(bucket, sums_of))
+            travelling.append(send(bucket, sums))
             if len(travelling) > 1:
                 yield self._arrive(travelling.popleft())
         while travelling:
             yield self._arrive(travelling.popleft())
 
-    def _scatter(self, bucket: Bucket, sums_of: SumsOf) -> _Travelling:
+    def _scatter(self, bucket: Bucket, sums: _Pieces) -> _Travelling:
         cuts = [cut_of(parameter) for parameter in bucket.parameters]
         ranks, width = cuts[0].ranks, sum(cut.span for cut in cuts)
         device = local(bucket.parameters[0]).device
         outgoing = torch.empty(ranks, width, dtype=bucket.dtype, device=device)  # row r goes to rank r
         at = 0
-        for piece in _pieces(bucket):
-            sums = dict(sums_of(piece))
-            for parameter in piece:
-                cut = cut_of(parameter)
-                _lay_out(outgoing[:, at : at + cut.span], sums.pop(parameter, None), cut)
-                at += cut.span
+        for parameter, cut in zip(bucket.parameters, cuts, strict=True):
+            _lay_out(outgoing[:, at : at + cut.span], sums.take(parameter), cut)
+            at += cut.span
         group = self._groups[shard_dim(bucket.parameters[0])]
         if ranks == 1:
             return _Travelling(bucket, outgoing[0], None, None)
@@ -97,11 +98,10 @@ class Reduction:
             work = _reduce_scatter(incoming, outgoing.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True)
         return _Travelling(bucket, incoming, work, outgoing)
 
-    def _all_reduce(self, bucket: Bucket, sums_of: SumsOf) -> _Travelling:
-        sums = sums_of(bucket.parameters)
+    def _all_reduce(self, bucket: Bucket, sums: _Pieces) -> _Travelling:
         parts = [
             parameter.new_zeros(parameter.numel(), dtype=bucket.dtype)
-            if (total := sums.get(parameter)) is None
+            if (total := sums.take(parameter)) is None
             else total.reshape(-1).to(bucket.dtype)
             for parameter in bucket.parameters
         ]
@@ -126,19 +126,28 @@ class Reduction:
         return bucket.parameters, parts
 
 
-def _pieces(bucket: Bucket) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of the bucket whose sums are made at once: about `LAID_OUT_BYTES`, besides the bucket itself."""
-    piece: list[nn.Parameter] = []
-    held = 0
-    for parameter in bucket.parameters:
-        size = parameter.numel() * bucket.dtype.itemsize
-        if piece and held + size > LAID_OUT_BYTES:
-            yield piece
-            piece, held = [], 0
-        piece.append(parameter)
-        held += size
-    if piece:
-        yield piece
+class _Pieces:
+    """Sums of the parameters in the order of travel, made about `PIECE_BYTES` at a time when the first is taken."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums_of: SumsOf) -> None:
+        self._left, self._sums_of = deque(parameters), sums_of
+        self._made: dict[nn.Parameter, Tensor] = {}
+        self._piece: set[nn.Parameter] = set()
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the sum of the next parameter; None if no backward pass of this rank has reached it."""
+        if parameter not in self._piece:
+            piece = [self._left.popleft()]
+            held = _bytes(piece[0])
+            while self._left and (held := held + _bytes(self._left[0])) <= PIECE_BYTES:
+                piece.append(self._left.popleft())
+            self._piece, self._made = set(piece), dict(self._sums_of(piece))
+        return self._made.pop(parameter, None)
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """Return the bytes of a parameter's whole sum."""
+    return parameter.numel() * wide(parameter.dtype).itemsize
 
 
 class _Travelling(NamedTuple):

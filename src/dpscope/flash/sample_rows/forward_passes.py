@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
-from dpscope.flash.ranks.layout import refuse_ddp_forward
-from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.ranks.ranks import Alone
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy, Sampled
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.sample_rows.verification import UnknownCall, Verification
@@ -85,7 +84,7 @@ class ForwardPasses:
         retap: Retap,
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
-        ranks: Ranks | None,
+        ranks: Alone,
     ) -> None:
         self.model = model
         self.state = state
@@ -164,19 +163,18 @@ class ForwardPasses:
         if self._depth == 0:
             refuse_capture()
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
-        if self._ranks is None:
-            refuse_ddp_forward()
+        self._ranks.refuse_wrapper()
         if compiled is not None:
             require_for_compiled()
         call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
-        if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
+        if self._depth or (not self._ranks.several and call.batch and not self.is_made_up):
             return self._call_root(call)
         self.close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
         made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
         self.is_made_up = False
         if made_up is None:
             return self._call_root(call)
-        if self._ranks is None:
+        if not self._ranks.several:
             try:
                 return self._call_root(call)  # many models can take none
             except UserError:

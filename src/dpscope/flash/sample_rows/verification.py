@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
-from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.ranks.ranks import Alone
 from dpscope.flash.sample_rows.mixing import Mixing
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Unclipped
 from dpscope.flash.sample_rows.schedule import LookSchedule
@@ -82,7 +82,7 @@ class Verification:
         *,
         begin_way: Callable[[], None],
         in_any_dim: bool,
-        ranks: Ranks | None,
+        ranks: Alone,
     ) -> None:
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
         self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
@@ -106,7 +106,7 @@ class Verification:
 
     def locally(self) -> AbstractContextManager[None]:
         """Return a context in which forward passes do not communicate with other processes."""
-        return nullcontext() if self._ranks is None else self._ranks.apart()
+        return self._ranks.apart()
 
     def forget(self) -> None:
         """Forget the results of verification, because the taps have changed."""
@@ -311,7 +311,7 @@ class Verification:
 
     @property
     def _is_sharded(self) -> bool:
-        return self._ranks is not None and self._ranks.layout.mesh is not None
+        return self._ranks.sharded
 
     def _mixing(self, call: RootCall) -> Mixing:
         gates = [] if self._is_sharded else self._engine.trained().values()

@@ -15,6 +15,7 @@ from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution, Kept, Summed, wide
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.ranks.ranks import Alone
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
@@ -37,6 +38,7 @@ class Engine(Protocol):
     """Interface of the engine for its taps and checkpointed blocks."""
 
     model: nn.Module
+    ranks: Alone
     state: StepState
     forwards: ForwardPasses
     verification: Verification

@@ -248,7 +248,7 @@ def _sgd(piece: _Piece, step: _Step) -> None:
         buffers = [[state["momentum_buffer"] for state in states]]
 
     def options() -> dict[str, Any]:
-        return {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+        return {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay")}
 
     def numbers(_: int, privacy: dict[str, Any]) -> list[float]:
         return sgd_numbers(**options(), **privacy)
@@ -259,6 +259,8 @@ def _sgd(piece: _Piece, step: _Step) -> None:
             part.sums,
             local_parts(columns[0]) if columns else (),
             first_step=first,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
             starts=part.starts,
             factors=part.factors,
             row=step.row(numbers, 1, part),
@@ -271,7 +273,7 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     group = piece.group
 
     def options() -> dict[str, Any]:
-        found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+        found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         found["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
         return {**found, "floor": step.adam_bc}
 
@@ -289,6 +291,8 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
             exp_avg_sqs,
             maxima[0] if maxima else (),
             step=count,
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
             starts=part.starts,
             factors=part.factors,
             row=step.row(numbers, count, part, counters),

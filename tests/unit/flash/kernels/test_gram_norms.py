@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpscope.flash.kernels import gram_norms
+from dpscope.flash.kernels import gram_norms, triton_runtime
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramTiles, GramUnit
 from tests.torch_here import takes_descriptors
@@ -189,7 +189,7 @@ def test_an_empty_batch_gives_no_norms() -> None:
 
 
 def test_the_fallback_in_small_chunks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gram_norms, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(triton_runtime, "CHUNK_BYTES", 1000)
     assert_norms([unit(3, 40, [24], [16], torch.bfloat16)], "torch")
     assert_norms([unit(3, 40, [24], [16], torch.float64)], "torch")
 

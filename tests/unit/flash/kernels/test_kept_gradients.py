@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels import kept_gradients
+from dpscope.flash.kernels import triton_runtime
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from tests.unit.flash.kernels import kernel_references as reference
 
@@ -147,7 +147,7 @@ def test_outputs_of_other_layouts_take_the_fallback() -> None:
 
 
 def test_a_large_tensor_is_summed_in_pieces_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_gradients, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(triton_runtime, "CHUNK_BYTES", 4096)
     values, factors = [torch.randn(3, 20_001).bfloat16()], torch.rand(3)
     torch.testing.assert_close(kept_sums(values, factors)[0], reference.kept_sum(values[0], factors).float(), **SUM)
 

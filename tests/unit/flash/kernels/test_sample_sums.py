@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpscope.flash.kernels import sample_sums
+from dpscope.flash.kernels import triton_runtime
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
 from tests.unit.flash.kernels import kernel_references as reference
 
@@ -123,7 +123,7 @@ def test_float64_stays_float64() -> None:
 
 
 def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_sums, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(triton_runtime, "CHUNK_BYTES", 1)
     g, x, mean, rstd = operands(2, 11, 6, torch.float32, torch.bfloat16)
     expected, _ = reference.layer_norm_sums(g, x, mean, rstd)
     assert_sums(layer_norm_sums(g, x, mean, rstd, backend="torch")[0], expected)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpscope.flash.kernels import scaled_sum as module
+from dpscope.flash.kernels import triton_runtime
 from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
 from tests.torch_here import takes_descriptors
@@ -222,7 +223,7 @@ def test_no_pairs_give_no_sums() -> None:
 
 
 def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(triton_runtime, "CHUNK_BYTES", 1)
     g, x = operands(3, 5, 6, 7)
     scale = torch.rand(3)
     assert_sum(sum_of(g, x, scale, backend="torch"), g, x, scale)
@@ -261,7 +262,7 @@ def test_rounded_products_are_summed_as_their_norms_saw_them(
 ) -> None:
     """The factor multiplies the rounded product; nothing is rounded with the factor in it."""
     round_products(monkeypatch)
-    monkeypatch.setattr(module, "SCRATCH_BYTES", 2 * 4 * 5 * 9)
+    monkeypatch.setattr(triton_runtime, "SCRATCH_BYTES", 2 * 4 * 5 * 9)
     g, x = operands(5, 6, 5, 9, dtype)
     scale = torch.tensor([0.3, 0.0, 1.7, 2.0**-101, 0.9])
     g[1], x[3] = torch.nan, torch.inf

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.gradients import contributions
 from dpscope.flash.gradients.paths import KEEP, Decision
+from dpscope.flash.kernels import triton_runtime
 from dpscope.flash.layers.conv import Geometry, Patches, _options, setting_of
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import sine_losses
@@ -66,7 +66,7 @@ def test_a_convolution_used_twice_with_an_inplace_relu_after_it(path):
 @pytest.mark.parametrize("path", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_patches_made_a_sample_at_a_time_give_the_same(path, groups, monkeypatch):
-    monkeypatch.setattr(contributions, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(triton_runtime, "SCRATCH_BYTES", 1)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Tanh(), nn.Conv2d(4, 2, 2))
     assert_exact(model, {"x": torch.randn(4, 2, 5, 5)}, sine_losses, path=path)
 

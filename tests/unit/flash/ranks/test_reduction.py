@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from dpscope.flash.ranks import reduction
 from dpscope.flash.ranks.layout import Layout
 from dpscope.flash.ranks.reduction import BUCKET_BYTES, Reduction, _lay_out
 from dpscope.flash.torch_side.shards import ShardCut
@@ -34,6 +36,25 @@ def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
         ["1.weight"],
         ["0.weight"],
     ]
+
+
+def test_sums_of_several_buckets_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch makes the sums of equal layers, whatever buckets they travel in; a piece holds few of them."""
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(reduction, "PIECE_BYTES", 4 * 4 * 4 * 3)
+    monkeypatch.setattr(reduction.dist, "all_reduce", lambda *args, **kwargs: None)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7)))
+    asked = []
+
+    def sums_of(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        asked.append(len(parameters))
+        return {parameter: 2 * parameter.detach() for parameter in parameters if parameter is not model[3].weight}
+
+    found = list(Reduction(Layout(None, model, None)).reduce(list(model.parameters()), sums_of))
+    assert asked == [3, 3, 1]
+    assert [parameters for parameters, _ in found] == [[layer.weight] for layer in reversed(model)]
+    for (parameter,), (total,) in found:
+        assert torch.equal(total, 0 * parameter if parameter is model[3].weight else 2 * parameter)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 8])
