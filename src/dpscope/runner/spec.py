@@ -79,11 +79,6 @@ class RunSpec(TrainerSettings):
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
         if self.compile == CUDA_GRAPHS and self.device == "cpu":
             raise UserError(f"--compile {CUDA_GRAPHS} is CUDA graphs: use --compile default on the CPU")
-        if self.compile != EAGER and self.world_size > 1:
-            raise UserError(
-                "--compile is of one process: leave out --gpus and --simulate-world, or measure them with --compile "
-                f"{EAGER}"
-            )
         if self.cuda_graph:
             self._require_graphs()
         if self.gpus > 1 and self.simulate_world > 1:

@@ -99,13 +99,18 @@ class Compilation:
         self._first = self._before_measuring = CompileCounts.now()
 
     @classmethod
-    def of(cls, step: Callable[[], None], device: str | None, progress: Progress) -> Compilation:
-        """Take steps until two in a row compile nothing. `step` waits for the device, whose peak is forgotten."""
+    def of(
+        cls, step: Callable[[], None], device: str | None, progress: Progress, on_any_rank: Callable[[bool], bool]
+    ) -> Compilation:
+        """Take steps until two in a row compile nothing on any rank.
+
+        `step` waits for the device, whose peak is forgotten. Ranks agree, because all of them have to take each step.
+        """
         compilation, settled = cls(), 0
         with must_compile():
             while settled < SETTLED and compilation.steps < MOST_STEPS:
                 progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
-                settled = 0 if compilation._compiles_in(step) else settled + 1
+                settled = 0 if on_any_rank(compilation._compiles_in(step)) else settled + 1
                 if not settled and device is not None:
                     forget_peak(torch.device(device))  # autotuning tries kernels on tensors of its own
         compilation.begin_measuring()
@@ -194,7 +199,15 @@ class TrainingSteps:
 
         # The peak of a CUDA graph is that of its capture, which is among these steps.
         device = None if self._spec.cuda_graph else self._spec.device
-        self.compilation = Compilation.of(step, device, progress)
+        self.compilation = Compilation.of(step, device, progress, self._on_any_rank)
+
+    def _on_any_rank(self, happened: bool) -> bool:
+        """Return whether something happened on any rank of the spec's processes."""
+        if self._spec.gpus == 1:
+            return happened
+        flag = torch.tensor(int(happened), device=self._spec.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def capture(self, progress: Progress = no_progress) -> None:
         """Take steps until they replay a CUDA graph, if the spec asks for one."""

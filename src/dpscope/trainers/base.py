@@ -284,7 +284,7 @@ class StandardTrainer(TrainerBase):
         return spread(model, self.settings)
 
     def compile(self, model: nn.Module) -> nn.Module:
-        return compile_model(model, self.settings.compile)
+        return compile_model(model, self.settings)
 
     def make_graphed(self) -> Callable[..., Tensor]:
         """Return ordinary steps as a graph. A subclass has to say what it does: a graph might replay its noise."""

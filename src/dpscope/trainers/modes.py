@@ -187,12 +187,19 @@ RECOMPILE_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 CACHE_SIZE_LIMITS = ("cache_size_limit", "accumulated_cache_size_limit")
 
 
-def compile_model(model: nn.Module, mode: str) -> nn.Module:
-    """Return the model as `torch.compile` runs it; it is compiled when it is first called."""
+def compile_model(model: nn.Module, settings: TrainerSettings) -> nn.Module:
+    """Return the model as `torch.compile` runs it; it is compiled when it is first called.
+
+    FSDP2's hooks break graphs, so each block of a sharded model is compiled by itself.
+    """
     if trouble := compile_obstacle(next(model.parameters()).device.type):
         raise MeasurementFailed(f"{trouble}, or leave out --compile")
+    mode = None if settings.compile == "default" else settings.compile
+    blocks = find_blocks(model) if is_sharded(settings) else []
     try:
-        compiled: Any = torch.compile(model, mode=None if mode == "default" else mode)
+        for block in blocks:
+            block.compile(mode=mode)
+        compiled: Any = model if blocks else torch.compile(model, mode=mode)
     except RuntimeError as error:  # on a Python that this torch cannot compile for
         raise MeasurementFailed(f"{error}: use another Python, or leave out --compile") from None
     return compiled  # type: ignore[no-any-return]

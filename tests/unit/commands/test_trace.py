@@ -76,7 +76,7 @@ def test_traces_are_named_and_their_size_is_said(sweep, rows):
         (name,) = row.measured["trace"].files.values()
         assert (folder / name).stat().st_size == row.measured["trace"].trace["files"]["trace.json.gz"] < 20 * 2**20
         assert str(folder / name) in done.stdout.partition("Written:")[2]
-    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32 trace: 2 steps traced, [\d.]+ MiB", done.stdout)
+    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32 trace: 2 steps traced, [\d.]+ (KiB|MiB)", done.stdout)
 
 
 def test_figures_are_written_and_named(sweep):

@@ -118,8 +118,6 @@ def test_rows_of_one_compile_mode_stand_together_standard_first():
     [
         ({"compile": "fast"}, "unknown compile mode 'fast': choose one of none, default"),
         ({"compile": "reduce-overhead"}, "is CUDA graphs: use --compile default on the CPU"),
-        ({"compile": "default", "gpus": 2}, "--compile is of one process"),
-        ({"compile": "default", "simulate_world": 2}, "--compile is of one process"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_any_row(settings, sentence):

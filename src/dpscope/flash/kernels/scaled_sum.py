@@ -138,11 +138,13 @@ def scaled_sums(
     for i, (g, x, out) in enumerate(zip(gs, xs, given, strict=True)):
         target = None if out is None else (out.shape, out.stride(), out.dtype)
         groups.setdefault((g.shape, x.shape, g.dtype, x.dtype, g.stride(), x.stride(), target), []).append(i)
-    if backend != "torch" and any(_lacks_alignment(gs[i], xs[i]) for i, *_ in groups.values()):
-        return [_sum_of_aligned(g, x, scale, out, backend, tiles) for g, x, out in zip(gs, xs, given, strict=True)]
     results: dict[int, Tensor] = {}
     launches: list[_SumGroup] = []
     for members in groups.values():
+        if backend != "torch" and _lacks_alignment(gs[members[0]], xs[members[0]]):
+            for i in members:
+                results[i] = _sum_of_aligned(gs[i], xs[i], scale, given[i], backend, tiles)
+            continue
         given_here = [out for i in members if (out := given[i]) is not None]
         group = _SumGroup([gs[i] for i in members], [xs[i] for i in members], given_here, add=bool(given_here))
         group.check_outs(scale, let_go_together)

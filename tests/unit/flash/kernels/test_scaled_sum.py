@@ -12,6 +12,7 @@ from dpscope.flash.kernels import scaled_sum as module
 from dpscope.flash.kernels import triton_runtime
 from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
+from dpscope.vocabulary.phases import Launch, hearing
 from tests.torch_here import takes_descriptors
 from tests.unit.flash.kernels import kernel_references as reference
 from tests.unit.flash.rounded_products import round_products, to_tf32
@@ -271,3 +272,17 @@ def test_rounded_products_are_summed_as_their_norms_saw_them(
     live = scale >= 1e-3
     expected = reference.scaled_sum(to_tf32(g), to_tf32(x), scale.where(live, 0.0)) + (before if add else 0)
     torch.testing.assert_close(got.double(), expected.double(), rtol=1e-6, atol=2e-6)  # TF32 errs by 1e-3
+
+
+def test_a_pair_of_odd_width_leaves_the_others_in_one_launch(backend: Backend) -> None:
+    """A head of 50,257 columns must not cost all other layers of the step a launch each."""
+    if backend != "triton":
+        pytest.skip("launches are counted where kernels run")
+    pairs = [operands(2, 16, 16, 32), operands(2, 16, 21, 32), operands(2, 16, 16, 32)]
+    scale = torch.rand(2) + 0.1
+    launches: list[Launch] = []
+    with hearing(launches.append):
+        sums = scaled_sums(*map(list, zip(*pairs, strict=True)), scale, backend=backend, tiles=SMALL)
+    assert sorted(len(launch.writes) for launch in launches) == [1, 2]
+    for got, (g, x) in zip(sums, pairs, strict=True):
+        assert_sum(got, g, x, scale)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from dpscope.instruments.timing import no_progress
 from dpscope.results.schema import parse_result
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import time
 from dpscope.runner.spec import RunSpec
-from tests.torch_here import CAN_SHARD, takes_shards
+from dpscope.runner.steps import Compilation
+from tests.compiled_here import aot_eager  # noqa: F401
+from tests.torch_here import CAN_SHARD, takes_compiled, takes_shards
 from tests.unit.flash.ranks.world import FSDP_OR_DDP
 from tests.unit.runner.rank_outcomes import TINY, figures, left_by_ranks, ok, spec
 
@@ -53,6 +58,31 @@ def test_two_real_processes_are_started_by_torch_and_measured() -> None:
     assert len(result.ranks["time_ms"]) == 2
     assert set(result.ranks["collectives"]) == {"all-gather", "reduce-scatter" if CAN_SHARD else "all-reduce"}
     assert all(0 < share < 1 for share in result.ranks["collective_share"])
+
+
+@takes_compiled
+@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.parametrize("method", ["standard", "flash"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=takes_shards)])
+def test_a_rank_of_several_is_compiled(parallel: str, method: str, tmp_path: Path) -> None:
+    compiled = replace(spec(gpus=1, simulate_world=2, parallel=parallel, compile="default"), method=method)
+    try:
+        figures = time.measure_rank(compiled, tmp_path)
+    finally:
+        dist.destroy_process_group()
+    found = figures["timing"]["compilation"]
+    assert found["graphs"] >= 1
+    if parallel == "fsdp":  # its hooks would break a graph of the whole model, so blocks are compiled by themselves
+        assert found["graph_breaks"] == 0
+    assert found["recompiles"] == 0
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_ranks_take_as_many_steps_of_compilation_as_the_one_that_compiles_longest() -> None:
+    elsewhere = iter([True, False, True, False, False])
+    compiled = torch.compile(torch.sin, mode=None)
+    compilation = Compilation.of(lambda: compiled(torch.ones(2)), None, no_progress, lambda here: next(elsewhere))
+    assert compilation.steps == 5
 
 
 @pytest.mark.parametrize("parallel", ["ddp", *(pytest.param(way, marks=takes_shards) for way in ("fsdp", "hsdp"))])
