@@ -39,10 +39,6 @@ class RootRegionTap(RootTap):
             return self.original(*args, **kwargs)
         return run_outside(self, args, kwargs)
 
-    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a pass of the model by its compiled forward."""
-        return self.run_region(self.region, forward, args, kwargs)
-
     def run_region(
         self, region: Region, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -135,7 +131,7 @@ def _run_outside(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, An
             set_callback(None)
 
     try:
-        return tap.run_compiled(compiled, args, kwargs)
+        return tap.run_region(tap.region, compiled, args, kwargs)
     finally:
         set_callback(callback)
 
@@ -147,7 +143,7 @@ def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 @uncompiled(COMPILE_FIRST)
 def _run_eagerly(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tap.run_compiled(tap.original, args, kwargs)
+    return tap.run_region(tap.region, tap.original, args, kwargs)
 
 
 _run_outside._torchdynamo_disable_msg = COMPILE_FIRST  # type: ignore[attr-defined]  # what torch.compile shows

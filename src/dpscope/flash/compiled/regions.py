@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,14 +43,18 @@ class Engine(TapEngine, Protocol):
 
 
 class TappedCall(NamedTuple):
-    """One call of a layer. given: its input, which may have one row for all samples; x and y: with a row for each."""
+    """One call of a layer. given: its input, which may have one row for all samples; pieces: as in `piece_specs`."""
 
     tap: LayerTap
     given: Spec
-    x: Spec
-    y: Spec
+    pieces: tuple[Spec | None, ...]
     device: torch.device
     checkpointed: bool
+
+    def leaves(self) -> list[Spec]:
+        """Return shapes and dtypes of its capture leaves."""
+        ticket = [_TICKET] if self.checkpointed else []
+        return [_as_leaf(piece) for piece in self.pieces if piece is not None] + ticket
 
 
 class CallShapes(Recorder):
@@ -70,7 +73,8 @@ class CallShapes(Recorder):
 
     def _call(self, tap: LayerTap, x: Tensor) -> Any:
         """Run a layer on x as a graph would: an output that all samples share has a row for each."""
-        if True not in tap.live():
+        live = tap.live()
+        if True not in live:
             return tap.original(x)
         blocks = tap.blocks_in(x, self.batch)
         if blocks is not None:
@@ -78,19 +82,20 @@ class CallShapes(Recorder):
         tap.admit(x)
         shared = x.shape[0] == 1 != self.batch
         y: Tensor = tap.call_original(x)
-        self._note(tap, x, y, shared=shared)
+        self._note(tap, x, y, live, shared=shared)
         return y.expand(self.batch, *y.shape[1:]) if shared and y.dim() and y.shape[0] == 1 else y
 
-    def _note(self, tap: LayerTap, x: Tensor, y: Tensor, *, shared: bool) -> None:
+    def _note(self, tap: LayerTap, x: Tensor, y: Tensor, live: Sequence[bool], *, shared: bool) -> None:
         if not tap.is_traceable() or x.shape[0] not in (1, self.batch):
             return
         if self.batch > 1 and x.dim() not in (tap.shared if shared else tap.known):
             self.complete = False
             return
         x = tap.prepare(x)
-        given = Spec(tuple(x.shape), x.dtype)
-        of_all = Spec((self.batch, *x.shape[1:]), x.dtype), Spec((self.batch, *y.shape[1:]), y.dtype)
-        self.calls.append(TappedCall(tap, given, *of_all, x.device, self.checkpoints > 0))
+        of_all = [Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y)]  # a row for each sample
+        pieces = tap.piece_specs(*of_all, live)
+        call = TappedCall(tap, Spec(tuple(x.shape), x.dtype), pieces, x.device, self.checkpoints > 0)
+        self.calls.append(call)
 
     def note_checkpoint(self, checkpoint: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         self.checkpoints += 1
@@ -98,17 +103,6 @@ class CallShapes(Recorder):
             return checkpoint(function, *args, **kwargs)
         finally:
             self.checkpoints -= 1
-
-
-class Share(NamedTuple):
-    """Share of one call in a handout. `pieces` are in the tap's order, None where it needs none."""
-
-    call: TappedCall
-    pieces: tuple[Spec | None, ...]
-
-    def specs(self) -> list[Spec]:
-        ticket = [_TICKET] if self.call.checkpointed else []
-        return [_as_leaf(piece) for piece in self.pieces if piece is not None] + ticket
 
 
 def _as_given(piece: Tensor, spec: Spec) -> Tensor:
@@ -120,45 +114,22 @@ def _as_leaf(piece: Spec) -> Spec:
     return piece if piece.dtype.is_floating_point else Spec(piece.shape, torch.float64)
 
 
-class PieceLayout:
-    """The shares of all calls, and where each has its own in the sequence of all capture leaves."""
+class CallPlan:
+    """The tapped calls of a forward, and where each has its own in the sequence of all capture leaves."""
 
     def __init__(self, calls: Sequence[TappedCall]) -> None:
-        self.shares: list[Share] = []
+        # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
+        times = Counter(call.tap for call in calls)
+        self.uncounted = {call.tap for call in calls if call.checkpointed}
+        self.calls = [call for call in calls if call.tap not in self.uncounted or times[call.tap] == 1]
+        self.unreached: set[TappedCall] = set()  # of which backward is known to leave nothing
         self.zeros: list[Tensor] = []  # of which capture leaves are made
         self.of_taps: dict[LayerTap, list[tuple[Tensor, slice]]] = {}
-        for call in calls:
-            live = call.tap.live()
-            if True not in live:
-                continue
-            share = Share(call, call.tap.piece_specs(call.x, call.y, live))
+        for call in self.calls:
             first = len(self.zeros)
-            self.zeros += [_zeros(spec, call.device) for spec in share.specs()]
-            self.shares.append(share)
+            self.zeros += [_zeros(spec, call.device) for spec in call.leaves()]
             place = slice(first, len(self.zeros))
             self.of_taps.setdefault(call.tap, []).append((_zeros(call.given, call.device), place))
-
-
-@dataclass
-class CallPlan:
-    """The tapped calls of a forward, and their layout for each choice of trained parameters."""
-
-    calls: list[TappedCall]
-    unreached: set[TappedCall] = field(default_factory=set)  # of which backward is known to leave nothing
-    _layouts: dict[tuple[bool, ...], PieceLayout] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
-        times = Counter(call.tap for call in self.calls)
-        uncounted = {call.tap for call in self.calls if call.checkpointed}
-        self.calls = [call for call in self.calls if call.tap not in uncounted or times[call.tap] == 1]
-        self._parameters = [slot.parameter for call in self.calls for slot in call.tap.slots if slot is not None]
-
-    def layout(self) -> PieceLayout:
-        trained = tuple([parameter.requires_grad for parameter in self._parameters])
-        if trained not in self._layouts:
-            self._layouts[trained] = PieceLayout(self.calls)
-        return self._layouts[trained]
 
 
 def _zeros(spec: Spec, device: torch.device) -> Tensor:
@@ -176,21 +147,19 @@ class Handout:
         self.engine = engine
         self._plan = plan
         self._reached = reached
-        self.layout = plan.layout()
-        self.shares = self.layout.shares
+        self.calls, self.zeros = plan.calls, plan.zeros
         self.used: Counter[LayerTap] = Counter()  # calls that graphs hold, where they are counted
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Give taps their capture leaves inside the block, and their earlier ones afterwards."""
-        leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.calls else ()  # type: ignore[no-untyped-call]
         before, end = [], len(leaves)
-        uncounted = {share.call.tap for share in self.shares if share.call.checkpointed}
-        for tap, calls in self.layout.of_taps.items():
+        for tap, calls in self._plan.of_taps.items():
             tap.check_parameters()
             before.append((tap, tap.graph_calls))
             handed = tuple([Leaves(like, leaves[place], place.stop == end) for like, place in calls])
-            tap.graph_calls = GraphCalls(handed, counted=tap not in uncounted)
+            tap.graph_calls = GraphCalls(handed, counted=tap not in self._plan.uncounted)
         try:
             yield
         finally:
@@ -203,7 +172,7 @@ class Handout:
     def _note_parameters(self) -> None:
         verification = self.engine.verification
         if verification.followed:
-            used = [share.call.tap for share in self.shares if share.call.checkpointed or self.used[share.call.tap]]
+            used = [call.tap for call in self.calls if call.checkpointed or self.used[call.tap]]
             verification.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
 
     @torch.no_grad()
@@ -213,18 +182,18 @@ class Handout:
         seen: Counter[LayerTap] = Counter()
         tickets: list[tuple[LayerTap, Tensor]] = []
         missing: list[TappedCall] = []
-        with no_autocast(self.shares[0].call.device.type):
-            for share in self.shares:
-                tap = share.call.tap
+        with no_autocast(self.calls[0].device.type):
+            for call in self.calls:
+                tap = call.tap
                 seen[tap] += 1
-                size = len(share.specs())
+                size = len(call.leaves())
                 arrived = [each for each in (left.pop() for _ in range(size)) if each is not None]
                 if len(arrived) == size:
-                    self._record(share, arrived, tickets)
+                    self._record(call, arrived, tickets)
                 elif arrived:
                     self._refuse_lost(tap)
-                elif share.call.checkpointed or seen[tap] <= self.used[tap]:
-                    missing.append(share.call)
+                elif call.checkpointed or seen[tap] <= self.used[tap]:
+                    missing.append(call)
                 del arrived
         if tickets:
             self._check_tickets(tickets)
@@ -239,21 +208,20 @@ class Handout:
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)
             for tap, count in lost.items():
-                calls = sum(share.call.tap is tap for share in self.shares)
+                calls = sum(call.tap is tap for call in self.calls)
                 if reached[tap] > calls - count:
                     self._refuse_lost(tap)
             self._plan.unreached.update(new)
 
-    def _record(self, share: Share, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
-        tap = share.call.tap
-        if share.call.checkpointed:
-            tickets.append((tap, arrived.pop()))
+    def _record(self, call: TappedCall, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
+        if call.checkpointed:
+            tickets.append((call.tap, arrived.pop()))
         # Lazily negated: kernels that read memory by its address would see the other sign.
         pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
         arrived.clear()
         # A graph may give one tensor out for two calls, and integers as float64.
-        found = [None if spec is None else _as_given(next(pieces), spec) for spec in share.pieces]
-        tap.record(found, owned=False)
+        found = [None if spec is None else _as_given(next(pieces), spec) for spec in call.pieces]
+        call.tap.record(found, owned=False)
 
     def _check_tickets(self, tickets: list[tuple[LayerTap, Tensor]]) -> None:
         counts = torch.stack([ticket for _, ticket in tickets]).tolist()
@@ -277,11 +245,11 @@ class Receiver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:
-        note_call(ctx, handout.shares[0].call.tap)
+        note_call(ctx, handout.calls[0].tap)
         ctx.handout = handout
         ctx.set_materialize_grads(False)
         # Each a tensor of its own, of no view and no copy.
-        return tuple([zeros.data for zeros in handout.layout.zeros])
+        return tuple([zeros.data for zeros in handout.zeros])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
@@ -321,7 +289,8 @@ class Region:
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batch = self.engine.forwards.size() or 0
-        key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
+        trained = tuple([parameter.requires_grad for parameter in self.engine.parameters])
+        key = (batch, self.engine.model.training, trained, sizes_of((args, kwargs)), _autocast())
         plan = self._plans.pop(key, None)
         if plan is None:
             run = CallShapes(self.engine, batch)

@@ -138,25 +138,26 @@ def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients 
     return [(args[0], g.unsqueeze(1))]
 
 
-def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
-    """Return the gradients of a weight (p, d) that x: (B, *, d) was multiplied by."""
-    x, g = as_sequences(x.resolve_neg().to(g.dtype)), as_sequences(g)
-    plain = weight.plain
-    slot = slot_of(use.tap, plain)
-    if slot is not None:
-        keep_or_defer(use.tap, slot, x, g)
-        return []
-    base = plain._base
-    if base is not None and base.dim() == 2 and plain.shape == base.shape[::-1] and _is_transposed(plain, base):
-        slot = slot_of(use.tap, base)
-        if slot is not None:
-            keep_or_defer(use.tap, slot, g, x, g.shape[-1])
-            return []
-    return [(weight, sample_products(x, g))]
+def _product(use: Use, weight: Operand, x: Tensor, g: Tensor, freed: Tensor) -> Gradients:
+    """Return the gradients Σ_t g_t x_tᵀ of a weight, for x: (B, *, d) and g: (B, *, p). `freed`: the output's gradient."""
+    x, g = as_sequences(x), as_sequences(g)
+    base = weight.plain._base
+    slot, of_base = slot_of(use.tap, weight.plain), slot_of(use.tap, base)
+    if slot is None and base is not None and of_base is not None and base.dim() == 2:
+        if _is_view_as(weight.plain, base):
+            slot = of_base
+        elif _is_view_as(weight.plain.t(), base):
+            slot, x, g = of_base, g, x
+    if slot is None:
+        return [(weight, sample_products(x, g))]
+    keep_or_defer(use.tap, slot, x, g, freed.shape[-1])
+    return []
 
 
-def _is_transposed(plain: Tensor, base: Tensor) -> bool:
-    return plain.stride() == base.stride()[::-1] and plain.storage_offset() == base.storage_offset()
+def _is_view_as(plain: Tensor, base: Tensor) -> bool:
+    """Return whether a view has the layout of its base: t() of t() has, and is another tensor."""
+    offset, strides = plain.storage_offset(), plain.stride()
+    return plain.shape == base.shape and strides == base.stride() and offset == base.storage_offset()
 
 
 def _of_linear(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
@@ -168,28 +169,15 @@ def _of_linear(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
     if isinstance(bias, Operand):
         found.append((bias, bias_sums(as_sequences(g))))
     if isinstance(weight, Operand):
-        found += _product(use, weight, x, g)
+        found += _product(use, weight, x.resolve_neg().to(g.dtype), g, g)
     return found
 
 
 def _of_matmul(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
     if kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2 or args[1].plain.dim() != 2:
         return None
-    with torch.enable_grad():
-        weight = type(args[1])(args[1].plain.t())
-    # t() of t() is the parameter's own layout, but another tensor.
-    base = weight.plain._base
-    if base is not None and slot_of(use.tap, base) is not None and _same_view(weight.plain, base):
-        weight = type(args[1])(base)
-    return _product(use, weight, args[0], g)
-
-
-def _same_view(plain: Tensor, base: Tensor) -> bool:
-    return (
-        plain.shape == base.shape
-        and plain.stride() == base.stride()
-        and plain.storage_offset() == base.storage_offset()
-    )
+    x, weight = args
+    return _product(use, weight, g, x.resolve_neg().to(g.dtype), g)  # (d, p): x and g change places
 
 
 def _of_embedding(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
