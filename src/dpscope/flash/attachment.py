@@ -93,13 +93,10 @@ class Attachment:
                 tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
         self._root = RootRegionTap(self._engine, "", self._model)
-        self._install(self._root)
-        for region in region_taps(self._engine, self._given, self._root):
-            self._install(region)
-        self._install(ZeroGradTap(self._engine, "", self._model))
-        self._install(ReplicaTap(self._model))
-        for tap in self._wrapper_taps():
-            self._install(tap)
+        regions = region_taps(self._engine, self._given, self._root)
+        others = (self._root, *regions, ZeroGradTap(self._engine, "", self._model), ReplicaTap(self._model))
+        for other in (*others, *self._wrapper_taps()):
+            self._install(other)
         self._note_layers(tapped)
 
     @contextmanager

@@ -92,8 +92,8 @@ class CallShapes(Recorder):
             self.complete = False
             return
         x = tap.prepare(x)
-        of_all = [Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y)]  # a row for each sample
-        pieces = tap.piece_specs(*of_all, live)
+        of_x, of_y = (Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y))  # a row for each sample
+        pieces = tap.piece_specs(of_x, of_y, live)
         call = TappedCall(tap, Spec(tuple(x.shape), x.dtype), pieces, x.device, self.checkpoints > 0)
         self.calls.append(call)
 

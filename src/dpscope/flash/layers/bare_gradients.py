@@ -139,7 +139,7 @@ def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients 
 
 
 def _product(use: Use, weight: Operand, x: Tensor, g: Tensor, freed: Tensor) -> Gradients:
-    """Return the gradients Σ_t g_t x_tᵀ of a weight, for x: (B, *, d) and g: (B, *, p). `freed`: the output's gradient."""
+    """Return the gradients Σ_t g_t x_tᵀ of a weight, x: (B, *, d) and g: (B, *, p). `freed`: the output's gradient."""
     x, g = as_sequences(x), as_sequences(g)
     base = weight.plain._base
     slot, of_base = slot_of(use.tap, weight.plain), slot_of(use.tap, base)
