@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.compiled.region_taps import RootRegionTap, region_taps
-from dpscope.flash.compiled.regions import Engine
+from dpscope.flash.compiled.regions import CompiledEngine
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
@@ -40,7 +40,7 @@ class _KnownLayer:
 class Attachment:
     """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    def __init__(self, engine: Engine, ranks: Alone) -> None:
+    def __init__(self, engine: CompiledEngine, ranks: Alone) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dpscope.flash.compiled.regions import CallShapes, Engine, Region
+from dpscope.flash.compiled.regions import CallShapes, CompiledEngine, Region
 from dpscope.flash.taps.root_taps import RootTap
 from dpscope.flash.taps.taps import EngineTap
 from dpscope.flash.torch_side.attributes import temporarily
@@ -28,7 +28,7 @@ class RootRegionTap(RootTap):
 
     entered = False  # in a graph: whether the pass has begun outside of it
 
-    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.region = Region(engine, self.original)
 
@@ -74,7 +74,7 @@ def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
 class RegionTap(EngineTap):
     """Tap on the forward of the module that torch.compile(module) returns."""
 
-    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootRegionTap) -> None:
+    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module, root: RootRegionTap) -> None:
         super().__init__(engine, name, module)
         require_for_compiled()
         inner = original_of(module)
@@ -101,7 +101,7 @@ class CompiledCallTap(RegionTap):
     attribute: ClassVar[str] = "_compiled_call_impl"
 
 
-def region_taps(engine: Engine, given: nn.Module, root: RootRegionTap) -> list[RegionTap]:
+def region_taps(engine: CompiledEngine, given: nn.Module, root: RootRegionTap) -> list[RegionTap]:
     """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
     found = []
     for name, module in given.named_modules():
