@@ -1,4 +1,4 @@
-"""Which modules are tapped, and how: the ways to tap a module, tried one after the other until one matches the model.
+"""Plan of the taps: the ways to tap a module, tried one after the other until one matches the model.
 
     family    the layer's own rule: its input has a row, or a block of rows, for each sample
     followed  its parameters are followed to the operators that use them (bare.py): its input has nothing of the
