@@ -149,9 +149,6 @@ class GraphRecorder(Recorder):
         super().__init__(engine)
         self.last_cast = GraphCast()
 
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
-
     def save(self, ctx: Any, *tensors: Tensor | None) -> None:
         ctx.save_for_backward(*tensors)
 
@@ -208,10 +205,10 @@ class GraphRecorder(Recorder):
         # Autocast may have been on when the leaves were made, and be off now: what the layer leaves would be rounded.
         if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in leaves):
             return break_graph(tap, (given,), {})
+        if dtype is not None and dtype != x.dtype:
+            cast = self.last_cast.of(x, dtype) if calls.counted else x.detach().to(dtype)
         if calls.counted:
             calls.used += 1
-            if dtype is not None and dtype != x.dtype:
-                cast = self.last_cast.of(x, dtype)
             if last:
                 self.last_cast.clear()
         return Traced.apply(tap, x, cast, live, *leaves)  # type: ignore[no-untyped-call]

@@ -261,7 +261,7 @@ class ConvTap(LayerTap):
         return _apart(F.pad(x.flatten(0, 1), setting.pad, mode=setting.pad_mode), x)
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.operands(ctx, x)
+        x, weight, bias = self.operands(x)
         ctx.recorder.save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         ctx.geometry = at = self.setting().geometry
         images = x if x.dim() == self.min_dim else x.flatten(0, 1)

@@ -81,7 +81,7 @@ class LinearTap(LayerTap):
     shares_input: bool | None = None  # with another layer that reads the same x; None: nobody has looked
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.operands(ctx, x)
+        x, weight, bias = self.operands(x)
         recorder = ctx.recorder
         if ctx.live[0]:
             if x.layout != torch.strided:

@@ -1,7 +1,7 @@
 """Recorders: how tapped calls are recorded in an ordinary pass, in a checkpointed block, or in a compiled graph.
 
 The engine has one recorder at a time. A tap hands it to the layer family as `ctx.recorder`, and backward uses the same
-one. A family asks it to save tensors, to cast, and to multiply; it does not know where its layer runs.
+one. A family asks it to save tensors, to multiply and to add up; it does not know where its layer runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dpscope.flash.kernels import sample_sums
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import autograd_graph
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.autocast import SharedCast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 
 _NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
@@ -35,7 +34,6 @@ class RecordingEngine(Protocol):
 
     state: StepState
     path_rules: PathRules
-    cast: SharedCast
     anchor: Anchor
     recorder: Recorder
 
@@ -75,10 +73,6 @@ class Recorder:
         return tap.original(*args, **kwargs)
 
     # -- for layer families ------------------------------------------------------------------------------------------
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x in `dtype`. Layers that read one tensor share its cast."""
-        return self.engine.cast(x, dtype)
 
     def save(self, ctx: Any, *tensors: Tensor | None) -> None:
         """Save tensors for backward, before the layer computes."""

@@ -314,7 +314,7 @@ class LayerTap(TapOfSamples):
             return None
         return autocast_dtype(x) if x.is_floating_point() else None
 
-    def operands(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return `x`, weight and bias of a matrix product or convolution, as autocast would cast them."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
@@ -322,7 +322,7 @@ class LayerTap(TapOfSamples):
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
             if x.dtype != dtype:
-                x = ctx.recorder.cast(x, dtype)
+                x = self.engine.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias
