@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,19 +24,18 @@ class RandomStates(NamedTuple):
     @classmethod
     def now(cls, devices: Sequence[torch.device] = (), *, numpy_state: bool = True) -> RandomStates:
         """Take a snapshot. NumPy's state takes longest to read: `numpy_state=False` leaves it out."""
-        numpy = sys.modules.get("numpy") if numpy_state else None
         return cls(
             torch.get_rng_state(),
             {device: torch.cuda.get_rng_state(device) for device in devices},
             random.getstate(),
-            None if numpy is None else numpy.random.get_state(),
+            state_of_numpy() if numpy_state else None,
         )
 
     def equals(self, other: RandomStates) -> bool:
         """Return whether nothing was drawn between two looks at the same generators."""
         same = torch.equal(self.cpu, other.cpu) and self.python == other.python
         same = same and all(torch.equal(state, other.cuda[device]) for device, state in self.cuda.items())
-        return same and (self.numpy is None or repr(self.numpy) == repr(other.numpy))
+        return same and (self.numpy is None or is_same_state(self.numpy, other.numpy))
 
     def put_back(self) -> None:
         """Restore all of them."""
@@ -45,6 +45,17 @@ class RandomStates(NamedTuple):
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def state_of_numpy() -> Any:
+    """Return the state of NumPy's global generator; None if NumPy is not loaded."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Return whether two states of NumPy's generator are equal."""
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 @contextmanager

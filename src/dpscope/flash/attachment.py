@@ -19,7 +19,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
-from dpscope.flash.ranks.ranks import Alone
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import Unclipped
 from dpscope.flash.taps.root_taps import ZeroGradTap
 from dpscope.flash.taps.taps import LayerTap
@@ -40,7 +40,7 @@ class _KnownLayer:
 class Attachment:
     """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    def __init__(self, engine: CompiledEngine, ranks: Alone) -> None:
+    def __init__(self, engine: CompiledEngine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks

@@ -21,7 +21,7 @@ from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
-from dpscope.flash.checkpointing.closing import make_closer, one_by_one
+from dpscope.flash.checkpointing.closing import close_sums, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
@@ -148,7 +148,6 @@ class FlashEngine:
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
         self.running_sums = RunningSums(self._slots.values())
-        self.closer = make_closer(self._slots, self.ranks)
         self._attachment = Attachment(self, self.ranks)
         self.verification = Verification(
             self,
@@ -316,21 +315,20 @@ class FlashEngine:
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
-        again = None if self.blocks is None else Reruns(self.blocks.reruns, passes, recorded or [])
-        micro, clip = None, max(self.clip.sensitivity(), 0.0 if again is None else again.sensitivity)
+        again = Reruns(None if self.blocks is None else self.blocks.reruns, passes, recorded or [])
+        micro, clip = None, max(self.clip.sensitivity(), again.sensitivity)
         with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
-            if again is not None:
-                again.hold_clashing(recorded or [])
+            again.hold_clashing(recorded or [])
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
                 del recorded[:]
-                micro = self._norm(still_held, [] if again is None else again.passes, rows)
+                micro = self._norm(still_held, again.passes, rows)
             else:  # an empty batch, or no backward at all
                 if recorded is not None:
                     self.state.count()
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             try:
-                sums = self.closer.sums(micro, again, into, factored=factored)
+                sums = close_sums(self._slots, self.ranks, micro, again, into, factored=factored)
             except BaseException:
                 self.running_sums.clear()  # some of them are there, others are not
                 raise

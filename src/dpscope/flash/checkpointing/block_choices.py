@@ -29,10 +29,18 @@ from itertools import takewhile
 from typing import Any
 
 from dpscope.flash.checkpointing.recomputation import BlockPass
-from dpscope.flash.gradients.explanation import BlockRow
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
 
 IS_HELD, IS_RECOMPUTED, IS_SUMMED = "held", "recomputed", "summed"
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """Row of `explain()`: contributions of the block's layers are held or summed, or the block runs again."""
+
+    block: str
+    how: str  # "held", "recomputed" or "summed"
+    why: str
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ of the model are put back. If the model is sharded, all ranks gather the weights
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,12 +22,13 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.microbatch import MicroBatch, RunningSum, Sums
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.taps.taps import Engine
-from dpscope.random_states import cuda_devices
+from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
 Finished = tuple[BlockPass, dict[str, Tensor]]  # a block that ran again, with the projections of its layers
@@ -37,11 +37,18 @@ Finished = tuple[BlockPass, dict[str, Tensor]]  # a block that ran again, with t
 class Reruns:
     """Blocks to run again in one closing: of this process, or of any rank over which the model is sharded.
 
+    blocks  what runs them; None if no block ever runs again
+
     Parameters of `clashing` blocks were used outside their block or in several passes: the norm is that of all uses, so
     these blocks run before norms are taken, and are held.
     """
 
-    def __init__(self, blocks: BlockReruns, passes: list[BlockPass], recorded: Recorded) -> None:
+    def __init__(self, blocks: BlockReruns | None, passes: list[BlockPass], recorded: Recorded) -> None:
+        self.passes: list[BlockPass] = []
+        self._summed: list[BlockPass] = []
+        self._orders: list[BlockNames] = [{}, {}]
+        if blocks is None:
+            return
         self._blocks = blocks
         uses = Counter(slot for slot, parts in recorded if parts)
         uses.update(slot for each in passes for slot in each.slots)
@@ -73,35 +80,35 @@ class Reruns:
         """The largest sensitivity of sums that were made in backward: the rule's bounds may have changed since."""
         return max((each.sensitivity for each in self._summed), default=0.0)
 
-    def made(self, into: RunningSum | None) -> SumBatch:
+    def made(self, into: RunningSum | None) -> Sums:
         """Return the sums that were made in backward, added to running sums."""
-        made = SumBatch([], [], None)
+        made: Sums = {}
         for batch in (batch for each in self._summed for batch in each.sums):
-            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+            for parameter, total in batch.items():
                 before = into(parameter) if into else None
-                made.parameters.append(parameter)
-                made.tensors.append(total if before is None else before.add_(total))
+                made[parameter] = total if before is None else before.add_(total)
         self._summed = []
         return made
 
     def hold_clashing(self, recorded: Recorded) -> None:
         """Run the clashing blocks, and add what their layers leave to what is recorded."""
+        if not self._orders[0]:
+            return
         held = dict(recorded)
 
         def hold(left: Left) -> None:
             for slot, contributions in left.items():
                 held[slot].extend(contributions)
 
-        if self._orders[0]:
-            with self._blocks.running(list(self._clashing.values()), None) as run:
-                for number, names in self._orders[0].items():
-                    run(self._clashing.get(number), names, hold)
+        with self._blocks.running(list(self._clashing.values()), None) as run:
+            for number, names in self._orders[0].items():
+                run(self._clashing.get(number), names, hold)
 
     @contextmanager
-    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., SumBatch]]:
+    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., Sums]]:
         """Give a function that runs the blocks of some parameters (all, if none are given) and returns their sums."""
         waiting = dict(self._orders[1])
-        found = SumBatch([], [], None)
+        found: Sums = {}
 
         def add_up(left: Left) -> None:
             assert micro is not None
@@ -110,11 +117,11 @@ class Reruns:
             parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
             left.clear()
             for batch in micro.sums_of_others(slots, parts, into):
-                found.extend(batch)
+                found.update(batch.items())
 
         with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
 
-            def of(names: Collection[str] | None = None) -> SumBatch:
+            def of(names: Collection[str] | None = None) -> Sums:
                 for number in [n for n, inside in waiting.items() if names is None or not inside.isdisjoint(names)]:
                     run(self._own.get(number), waiting.pop(number), add_up)
                 return found
@@ -162,7 +169,7 @@ class BlockReruns:
         self._draws_from_numpy = True
 
     def begin_micro_batch(self) -> None:
-        self._numpy_state = _numpy_state()
+        self._numpy_state = state_of_numpy()
 
     def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
         """Return a block's input when backward runs it. Forward ran it before, and may have drawn random numbers."""
@@ -174,7 +181,7 @@ class BlockReruns:
         self._weights = [(p, p._version) for p in self.engine.parameters]
         self._modes = [(module, module.training) for module in self.engine.model.modules()]
         self._rounding = self._rounding_now()
-        self._draws_from_numpy = not _is_same(self._numpy_state, _numpy_state())
+        self._draws_from_numpy = not is_same_state(self._numpy_state, state_of_numpy())
 
     def _rounding_now(self) -> float:
         return operand_rounding(next(iter(self.engine.parameters)).device)
@@ -248,16 +255,3 @@ class BlockReruns:
                 f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
                 "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
             )
-
-
-def _numpy_state() -> Any:
-    """Return NumPy's global random state as a dictionary; None if NumPy is not loaded."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
-    same = before == after
-    return bool(same if isinstance(same, bool) else same.all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +41,6 @@ class PathRow:
     why: str
 
 
-@dataclass(frozen=True)
-class BlockRow:
-    """A checkpointed block under a memory budget: contributions are held or summed, or the block runs again."""
-
-    block: str
-    how: str  # "held", "recomputed" or "summed"
-    why: str
-
-
 class PathTable(Sequence[PathRow]):
     """Table of the path that each parameter takes, as `FlashEngine.explain()` returns it.
 
@@ -66,7 +58,7 @@ class PathTable(Sequence[PathRow]):
         ('0.weight', 'rank-1')
     """
 
-    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = (), padding: str = "") -> None:
+    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[Any] = (), padding: str = "") -> None:
         self.rows = list(rows)
         self.blocks = list(blocks)
         self.padding = padding
@@ -78,11 +70,11 @@ class PathTable(Sequence[PathRow]):
         return len(self.rows)
 
     def __str__(self) -> str:
-        tables = [_aligned(PathRow, self.rows), *([_aligned(BlockRow, self.blocks)] if self.blocks else [])]
+        tables = [_aligned(PathRow, self.rows), *([_aligned(type(self.blocks[0]), self.blocks)] if self.blocks else [])]
         return "\n\n".join([*tables, *([self.padding] if self.padding else [])])
 
 
-def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] | Sequence[BlockRow]) -> str:
+def _aligned(row_type: type[Any], rows: Sequence[Any]) -> str:
     lines = [tuple(field.name for field in fields(row_type)), *map(astuple, rows)]
     if not any(getattr(row, "measured", "-") for row in rows):
         lines = [tuple(cell for name, cell in zip(lines[0], line, strict=True) if name != "measured") for line in lines]
@@ -91,7 +83,7 @@ def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] |
 
 
 def explain_slots(
-    slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "", *, measured: bool = False
+    slots: Iterable[Slot], blocks: Iterable[Any] = (), padding: str = "", *, measured: bool = False
 ) -> PathTable:
     """Return the table of these slots. `measured` also times the paths of each product's shape."""
     rows = []

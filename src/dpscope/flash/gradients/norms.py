@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
@@ -51,83 +50,83 @@ def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     return (Kept(values),)
 
 
-class NormSum:
-    """Adds up squared norms; Gram units and kept gradients wait until all are known."""
+class Norms:
+    """Squared norms of G groups of parameters, (G, B). Gram units and kept gradients wait until all are known."""
 
-    def __init__(self, batch: int, device: torch.device) -> None:
-        # float64 costs nothing for so few numbers; MPS has none.
-        self._zeros = (batch, torch.float32 if device.type == "mps" else torch.float64, device)
-        self._total: Tensor | None = None
-        self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
+    def __init__(self, groups: int, batch: int, device: torch.device) -> None:
+        self._groups, self._batch, self._device = groups, batch, device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # which costs nothing, and MPS has not
+        self._rows: dict[int, Tensor] = {}  # (B,) by group
+        self._of_all: list[Tensor] = []  # (G, B)
+        self._sharing: dict[tuple[object, ...], tuple[int, Tensor, list[Tensor]]] = {}
         self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
         self._reads_tf32 = reads_tf32(device)
         self._truncated: dict[tuple[object, ...], Tensor] = {}
-        self._lookups: list[GramUnit] = []
-        self._kept: list[Tensor] = []
-        self._squares: list[Tensor] = []
+        self._lookups: list[tuple[int, GramUnit]] = []
+        self._kept: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._squares: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    @property
-    def total(self) -> Tensor:
-        """Sum so far, (B,)."""
-        if self._total is None:
-            batch, dtype, device = self._zeros
-            self._total = torch.zeros(batch, dtype=dtype, device=device)
-        return self._total
+    def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Add squared norms, (G, B), of some groups or of all."""
+        if groups is None:
+            self._of_all.append(norms_squared)
+            return
+        for group, squared in zip(groups, norms_squared, strict=True):
+            self.add_row(group, squared)
 
-    def add(self, norms_squared: Tensor) -> None:
-        if self._total is None:
-            self._total = norms_squared.to(self._zeros[1], copy=True)
-        else:
-            self._total += norms_squared.to(self._total)
+    def add_row(self, group: int, norms_squared: Tensor) -> None:
+        """Add squared norms of one group, (B,)."""
+        squared, before = norms_squared.to(self._dtype), self._rows.get(group)
+        self._rows[group] = squared if before is None else before + squared
 
-    def add_all(self, parts: list[tuple[Contribution, ...]]) -> None:
-        """Count the contributions of every parameter, and replace them by what is kept from now on."""
-        for index, of_one in enumerate(parts):
+    def add_all(self, parts: list[tuple[Contribution, ...]], groups: Sequence[int]) -> None:
+        """Count the contributions of every parameter, given its group, and replace them by what is kept from now on."""
+        for index, (of_one, group) in enumerate(zip(parts, groups, strict=True)):
             part = of_one[0]
             if self._rounds and len(of_one) == 1 and type(part) is Outer and self._is_truncated(part):
                 part = self._truncate(part)
                 parts[index] = (part,)
-                self._share(part)
+                self._share(group, part)
             elif len(of_one) == 1 and part.decision is None:  # as most are, of hundreds in a step
-                self.add_part(part)
+                self.add_part(group, part)
             else:
-                parts[index] = self.add_parts(of_one)
+                parts[index] = self.add_parts(group, of_one)
 
-    def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+    def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Count one parameter's contributions. Return what is kept of them from now on."""
         parts = as_summed(parts)
         if len(parts) == 1:
-            self.add_part(parts[0])
+            self.add_part(group, parts[0])
             return parts
         lookup, outer = cast("tuple[Lookup, Outer]", parts)
         if outer.decision.path == DIRECT:
-            self.add(tied_norms_squared(lookup, outer))
+            self.add_row(group, tied_norms_squared(lookup, outer))
             return parts
-        alone = NormSum(outer.batch_size, self.total.device)
-        alone.add_part(lookup)
-        alone.add_part(outer)
-        apart = alone.result()  # ‖A‖² + ‖B‖²
+        alone = Norms(1, self._batch, self._device)
+        alone.add_part(0, lookup)
+        alone.add_part(0, outer)
+        (apart,) = alone.result()  # ‖A‖² + ‖B‖²
         floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
-        self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
+        self.add_row(group, torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
         return parts
 
-    def add_part(self, part: Contribution) -> None:
+    def add_part(self, group: int, part: Contribution) -> None:
         """Count one contribution. Some wait, to be normed together with others."""
         if isinstance(part, Kept):
             squares = part.known_squares()
             if squares is None:
-                self._kept.append(part.values)
+                self._kept[group].append(part.values)
             else:
-                self._squares.append(squares)
+                self._squares[group].append(squares)
         elif isinstance(part, Lookup) and part.decision.path == GRAM:
-            self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
+            self._lookups.append((group, GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx)))
         elif isinstance(part, Outer) and (path := exact_path(part.decision.path, part.g)) != DIRECT:
             if path == RANK1:
-                self.add(part.rank1_norms_squared())
+                self.add_row(group, part.rank1_norms_squared())
             else:
-                self._share(part)
+                self._share(group, part)
         else:
-            self.add(part.norms_squared())
+            self.add_row(group, part.norms_squared())
 
     def _is_truncated(self, part: Outer) -> bool:
         """Return True if the product is truncated to TF32, so that a Gram norm is exact for it."""
@@ -144,91 +143,39 @@ class NormSum:
             x = self._truncated[key] = truncated_to_tf32(part.first)
         return Outer(x, truncated_to_tf32(part.g), part.decision)
 
-    def _share(self, part: Outer) -> None:
-        """Put layers that read the same x (q, k, v) into one Gram unit."""
+    def _share(self, group: int, part: Outer) -> None:
+        """Put layers of one group that read the same x (q, k, v) into one Gram unit."""
         x, g = part.first, part.g
-        self._sharing.setdefault((*place_of(x), g.dtype), (x, []))[1].append(g)
+        self._sharing.setdefault((group, *place_of(x), g.dtype), (group, x, []))[2].append(g)
 
     def result(self) -> Tensor:
-        """Return squared norms, (B,). Samples with inf or NaN are left out of the step later."""
-        units = self.take_units()
-        if units:
-            self.add(gram_norms_squared(units))
-        if self._kept:
-            self.add(kept_norms_squared(self._kept))
-        if self._squares:
-            self.add(torch.cat(self._squares, 1).sum(1))
-        self._kept, self._squares = [], []
-        return self.total
-
-    def take_units(self) -> list[GramUnit]:
-        """Take the Gram units that wait."""
-        units = [
-            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
-            for x, gs in self._sharing.values()
-        ] + self._lookups
-        self._sharing, self._truncated, self._lookups = {}, {}, []
-        return units
-
-    @property
-    def is_empty(self) -> bool:
-        return self._total is None and not (self._sharing or self._lookups or self._kept or self._squares)
-
-
-class GroupedNorms:
-    """Squared norms of G groups of parameters, each added up by itself: (G, B)."""
-
-    def __init__(self, groups: int, batch: int, device: torch.device) -> None:
-        self._groups, self._alone = groups, partial(NormSum, batch, device)
-        self._sums: defaultdict[int, NormSum] = defaultdict(self._alone)  # of groups that occur
-        self._added: list[Tensor] = []
-        self._rows: dict[int, Tensor] = {}
-
-    def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
-        """Add squared norms, (G, B), of some groups or of all."""
-        if groups is None:
-            self._added.append(norms_squared)
-            return
-        for group, squared in zip(groups, norms_squared, strict=True):
-            self.add_row(group, squared)
-
-    def add_row(self, group: int, norms_squared: Tensor) -> None:
-        """Add squared norms of one group, (B,)."""
-        before = self._rows.get(group)
-        self._rows[group] = norms_squared if before is None else before + norms_squared
-
-    def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-        """Count one parameter's contributions; return what takes their place from now on."""
-        return self._sums[group].add_parts(parts)
-
-    def add_all(self, parts: list[tuple[Contribution, ...]], groups: list[int]) -> None:
-        """Count the contributions of every parameter, given its group, and put what is kept in their place."""
-        if self._groups == 1:
-            self._sums[0].add_all(parts)
-            return
-        for group in dict.fromkeys(groups):
-            places = [at for at, number in enumerate(groups) if number == group]
-            chosen = [parts[at] for at in places]
-            self._sums[group].add_all(chosen)
-            for at, of_one in zip(places, chosen, strict=True):
-                parts[at] = of_one
-
-    def result(self) -> Tensor:
-        """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
-        if self._groups > 1:  # units of all groups in one launch
-            waiting = [(group, unit) for group, each in self._sums.items() for unit in each.take_units()]
-            norms = gram_norms_apart([unit for _, unit in waiting]) if waiting else []
-            for (group, _), squared in zip(waiting, norms, strict=True):
-                self.add_row(group, squared)
-        for group, each in self._sums.items():
-            if not each.is_empty:
-                self.add_row(group, each.result())
+        """Return squared norms, (G, B). They may hold inf or NaN: such samples are dropped, not repaired."""
+        self._add_units()
+        for group, values in self._kept.items():
+            self.add_row(group, kept_norms_squared(values))
+        for group, squares in self._squares.items():
+            self.add_row(group, torch.cat(squares, 1).sum(1))
         if len(self._rows) < self._groups:
-            self._rows = {**dict.fromkeys(range(self._groups), self._alone().total), **self._rows}
+            zeros = torch.zeros(self._batch, dtype=self._dtype, device=self._device)
+            self._rows = {**dict.fromkeys(range(self._groups), zeros), **self._rows}
         total = torch.stack([self._rows[group] for group in range(self._groups)])
-        for squared in self._added:
+        for squared in self._of_all:
             total += squared.to(total)
         return total
+
+    def _add_units(self) -> None:
+        """Add the norms of the Gram units that wait, those of all groups in one launch."""
+        waiting = [
+            (group, GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32))
+            for group, x, gs in self._sharing.values()
+        ] + self._lookups
+        self._sharing, self._truncated, self._lookups = {}, {}, []
+        units = [unit for _, unit in waiting]
+        if self._groups == 1 and units:
+            self.add_row(0, gram_norms_squared(units))
+        elif units:
+            for (group, _), squared in zip(waiting, gram_norms_apart(units), strict=True):
+                self.add_row(group, squared)
 
 
 class GroupedKept:

@@ -44,7 +44,7 @@ from dpscope.flash.opacus.opacus_arguments import (
 from dpscope.flash.opacus.privacy_spent import Spending, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
-from dpscope.flash.ranks.ranks import Ranks, refusing_together, reshard
+from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf
 from dpscope.flash.torch_side.attributes import temporarily
@@ -367,7 +367,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
     def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
         """Return the loader with the requested sampling, and this rank's share of it."""
         ranks = None if self._prepared is None else self._prepared.engine.ranks
-        if not isinstance(ranks, Ranks):
+        if ranks is None or not ranks.several:
             return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
         if kwargs.get("rand_on_empty"):
             raise MADE_UP_RANKS.error()

@@ -6,7 +6,6 @@ They go through the host (gloo), a few bytes at a time, so that no rank waits fo
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.flash.kernels.tensor_lists import as_word
 from dpscope.units import list_names
 
 _ENDED = "another process has ended or cannot be reached; look for the first error of the others"
@@ -62,14 +62,11 @@ def _is_told(error: BaseException | None) -> bool:
 
 
 class Control:
-    """A process group of all ranks on the host. To be made on all ranks at once."""
+    """A process group of all ranks on the host. Without one nobody else is there to agree with."""
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        # In a simulated world nobody else is there to agree with.
-        self.alone = self.size == 1 or dist.get_backend() == "fake"
-        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=_timeout())
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+        self.alone = group is None
         self.models = 0  # made private so far
         self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
@@ -106,7 +103,7 @@ class Control:
         if self.alone:
             return key
         digest = blake2b(repr(facts).encode(), digest_size=8).digest()
-        own = torch.tensor(struct.unpack("<3q", digest + struct.pack("<2Q", *(word % 2**64 for word in key))))
+        own = torch.tensor([int.from_bytes(digest, "little", signed=True), *map(as_word, key)])
         rows = torch.empty(self.size, 3, dtype=torch.int64)
         with naming_lost_ranks(f"to {facts[WHAT]}"):
             dist.all_gather(list(rows.unbind()), own, group=self._group)
@@ -151,7 +148,9 @@ def control() -> Control:
     world = dist.group.WORLD
     if world not in _controls:
         _controls.clear()
-        _controls[world] = Control()
+        alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"  # of a simulated world
+        group = None if alone else dist.new_group(backend="gloo", timeout=_timeout())
+        _controls[world] = Control(dist.get_rank(), dist.get_world_size(), group)
     return _controls[world]
 
 

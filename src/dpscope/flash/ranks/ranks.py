@@ -1,4 +1,4 @@
-"""The processes that train one model, as an engine sees them: `Ranks`, or `Alone` if this process has all of it."""
+"""The processes that train one model, as an engine sees them: several ranks, or one process that has all of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dpscope.flash.combinations import SECURE_RANKS
 from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
 from dpscope.flash.ranks.layout import (
     Layout,
-    blocks,
     is_fsdp,
     is_initialised,
     is_spread,
@@ -52,76 +51,24 @@ class WrapperTap(InstanceMethod):
 Key = tuple[int, int]  # of a step's noise
 
 
-class Alone:
-    """One process that has all of its model: nothing waits, and nothing travels.
+class Ranks:
+    """Processes that train one model, made on all of them at once; or one process, which waits for nobody.
 
-    given  the model as the user has it, perhaps compiled, without DDP's wrapper
+    given    the model as the user has it, perhaps compiled, without DDP's wrapper
+    several  whether the model is spread over processes
+    sharded  whether each of them holds a part of its parameters
     """
 
-    several = False
-    sharded = False  # each process holds a part of the model's parameters
-    wrapper: nn.Module | None = None  # of DDP
-
-    def __init__(self, given: nn.Module) -> None:
-        self.given = given
-
-    def refuse_processes(self, *, secure_mode: bool = False) -> None:
-        """Refuse processes of which each would add noise of its own."""
-        refuse_several_processes()
-
-    def refuse_wrapper(self) -> None:
-        """Refuse a forward pass inside a wrapper that exchanges gradients."""
-        refuse_ddp_forward()
-
-    def agree_on(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that differ."""
-
-    def watch_forwards(self) -> list[RemovableHandle]:
-        """Return hooks by which forward passes begin together."""
-        return []
-
-    def meet_to_step(
-        self, doing: str, optimizer: Optimizer, facts: Callable[[], RankFacts], draw: Callable[[], Key]
-    ) -> Key | None:
-        """Wait for all ranks to take the same step. Return the key that they share; None if there are no others."""
-        return None
-
-    def agree_on_reruns(self, own: list[BlockNames]) -> list[BlockNames]:
-        """Return the checkpointed blocks that any rank runs again."""
-        return own
-
-    def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Gather the weights of the modules that own these parameters."""
-        return nullcontext()
-
-    def add_up(self, value: float, noise: float) -> float:
-        """Return the sum of every rank's value, with the noise of one of them."""
-        return value + noise
-
-    def taps(self) -> list[InstanceMethod]:
-        """Return the method that replaces the wrapper's forward."""
-        return []
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Keep forward passes inside the block from communicating."""
-        return nullcontext()
-
-
-class Ranks(Alone):
-    """Ranks that train one model. Make it on all ranks at once."""
-
-    several = True
-
     def __init__(self, layout: Layout, control: Control) -> None:
-        super().__init__(layout.given)
         self.layout = layout
-        self.sharded, self.wrapper = layout.mesh is not None, layout.wrapper
+        self.given, self.wrapper = layout.given, layout.wrapper
+        self.sharded = layout.mesh is not None
+        self.several = self.sharded or layout.wrapper is not None
         self.control = control
         self.reduction = Reduction(layout)
         control.models += 1
         self._model = control.models  # its number: ranks that train several may step another one
         self._names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self._owners = dict(blocks(self.module))
         self._met = False  # to take the step that runs
         self._is_apart = False
 
@@ -131,11 +78,16 @@ class Ranks(Alone):
         return self.layout.module
 
     def refuse_processes(self, *, secure_mode: bool = False) -> None:
-        if secure_mode:
+        """Refuse processes of which each would add noise of its own."""
+        if not self.several:
+            refuse_several_processes()
+        elif secure_mode:
             raise SECURE_RANKS.error()
 
     def refuse_wrapper(self) -> None:
-        """Do nothing: DDP's own exchange of gradients is off (`WrapperTap`)."""
+        """Refuse a forward pass inside a wrapper that exchanges gradients. Known ones do not (`WrapperTap`)."""
+        if not self.several:
+            refuse_ddp_forward()
 
     def agree_on(self, optimizer: Optimizer) -> None:
         """Raise UserError on all ranks if their optimizers differ.
@@ -167,8 +119,10 @@ class Ranks(Alone):
 
     def meet_to_step(
         self, doing: str, optimizer: Optimizer, facts: Callable[[], RankFacts], draw: Callable[[], Key]
-    ) -> Key:
-        """Wait for all ranks to take the same step with the same settings. Return rank 0's key."""
+    ) -> Key | None:
+        """Wait for all ranks to take the same step with the same settings. Return rank 0's key; None without others."""
+        if self.control.alone:
+            return None
         key = self.control.meet(
             {
                 **self._facts(doing),
@@ -205,10 +159,13 @@ class Ranks(Alone):
         """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
         if not self.sharded:
             return nullcontext()
-        owners = dict.fromkeys(self._owners[parameter] for parameter, name in self._names.items() if name in names)
+        owners = dict.fromkeys(
+            self.reduction.owners[parameter] for parameter, name in self._names.items() if name in names
+        )
         return whole_weights([owner for owner in owners if owner is not None])
 
     def add_up(self, value: float, noise: float) -> float:
+        """Return the sum of every rank's value, with the noise of one of them."""
         return self.control.add_up(value + (noise if self.control.rank == 0 else 0.0))
 
     def _facts(self, doing: str) -> dict[str, Any]:
@@ -218,10 +175,12 @@ class Ranks(Alone):
     # -- forward passes ------------------------------------------------------------------------------------------------
 
     def taps(self) -> list[InstanceMethod]:
+        """Return the method that replaces the wrapper's forward."""
         return [WrapperTap(self.wrapper)] if isinstance(self.wrapper, DistributedDataParallel) else []
 
     @contextmanager
     def apart(self) -> Iterator[None]:
+        """Keep forward passes inside the block from communicating."""
         local = made_up_weights(self.module) if self.sharded else nullcontext()
         with temporarily(self, _is_apart=True), local:
             yield
@@ -272,14 +231,14 @@ def _agree_on_values(link: Control, layout: Layout) -> None:
                 )
 
 
-def ranks_of(model: nn.Module) -> Alone:
+def ranks_of(model: nn.Module) -> Ranks:
     """Return the processes over which the model is spread.
 
     Raise UserError on all ranks if the layout cannot be trained, or differs between ranks.
     """
     if not is_spread(model):
         layout_of(model)  # refuses what no process group is needed to refuse
-        return Alone(model)
+        return Ranks(Layout(None, model, None), Control())
     reshard(model)
     require_initialised()
     link = control()

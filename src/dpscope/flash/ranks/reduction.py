@@ -45,7 +45,7 @@ class Reduction:
     """Reduction of the clipped sums of a model that is spread as `layout` says."""
 
     def __init__(self, layout: Layout) -> None:
-        self._blocks = dict(blocks(layout.module))
+        self.owners = dict(blocks(layout.module))  # modules given to fully_shard
         self._groups: list[Any] = []
         if layout.mesh is not None:
             self._groups = [layout.mesh.get_group(dim) for dim in range(layout.mesh.ndim)]
@@ -57,7 +57,7 @@ class Reduction:
         open_for: dict[object, tuple[Bucket, int]] = {}
         for parameter in reversed(list(parameters)):
             dtype, sharded = wide(parameter.dtype), is_sharded(parameter)
-            key = (dtype, sharded, id(self._blocks[parameter]) if sharded else None)
+            key = (dtype, sharded, id(self.owners[parameter]) if sharded else None)
             bucket, held = open_for.get(key, (None, 0))
             if bucket is None or (not sharded and held >= BUCKET_BYTES):
                 bucket, held = Bucket([], dtype, sharded), 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
-from dpscope.flash.ranks.ranks import Alone
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy, Sampled
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.sample_rows.verification import UnknownCall, Verification
@@ -84,7 +84,7 @@ class ForwardPasses:
         retap: Retap,
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
-        ranks: Alone,
+        ranks: Ranks,
     ) -> None:
         self.model = model
         self.state = state

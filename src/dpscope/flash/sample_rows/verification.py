@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
-from dpscope.flash.ranks.ranks import Alone
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.mixing import Mixing
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Unclipped
 from dpscope.flash.sample_rows.schedule import LookSchedule
@@ -82,7 +82,7 @@ class Verification:
         *,
         begin_way: Callable[[], None],
         in_any_dim: bool,
-        ranks: Alone,
+        ranks: Ranks,
     ) -> None:
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
         self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples

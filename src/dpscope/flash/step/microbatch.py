@@ -16,7 +16,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import RowGroups, combine_uses
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, GroupedNorms, clip_factors, is_small
+from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, Norms, clip_factors, is_small
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -37,6 +37,7 @@ EACH_ROW = RowGroups(1)
 
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
+Sums = dict[nn.Parameter, Tensor]
 
 
 class SumBatch(NamedTuple):
@@ -50,10 +51,9 @@ class SumBatch(NamedTuple):
     tensors: list[Tensor]
     factors: Tensor | None
 
-    def extend(self, other: SumBatch) -> None:
-        """Add sums that need no factors."""
-        self.parameters.extend(other.parameters)
-        self.tensors.extend(other.tensors)
+    def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Return pairs of a parameter and its sum, where sums need no factors."""
+        return zip(self.parameters, self.tensors, strict=True)
 
 
 class CapturedBatch(NamedTuple):
@@ -116,7 +116,7 @@ class MicroBatch:
         recorded.clear()  # what was put together need not outlive this
         _take_sums(self._parts)
         device = normed[0][0].device if normed else self.parameters[0].device
-        norms = GroupedNorms(len(clip.bounds), self.size, device)
+        norms = Norms(len(clip.bounds), self.size, device)
         for squared, some in normed:
             norms.add(squared, some)
         self._small = self._add_small(norms) if len(clip.bounds) > 1 else None
@@ -128,7 +128,7 @@ class MicroBatch:
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 
-    def _add_small(self, norms: GroupedNorms) -> tuple[list[int], GroupedKept] | None:
+    def _add_small(self, norms: Norms) -> tuple[list[int], GroupedKept] | None:
         """Norm small per-sample gradients of all groups at once, and the rest by group. Return the former."""
         alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
         small = {at: values for at, values in alone if values is not None and is_small(values)}
@@ -218,18 +218,18 @@ class MicroBatch:
     def _index(self) -> dict[nn.Parameter, int]:
         return {parameter: index for index, parameter in enumerate(self.parameters)}
 
-    def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def sums_of(self, parameters: Sequence[nn.Parameter]) -> Sums:
         """Return the clipped sums of those parameters that backward has reached, and release their contributions."""
         places = [self._index[parameter] for parameter in parameters if parameter in self._index]
         chosen = [self.parameters[at] for at in places]
         parts = [self._parts[at] for at in places]
         for at in places:
             self._parts[at] = ()
-        found: dict[nn.Parameter, Tensor] = {}
+        found: Sums = {}
         self._refuse_other_rounding()
         for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
             for batch in sum_parts(some, of_them, scale, into=None):
-                found.update(zip(batch.parameters, batch.tensors, strict=True))
+                found.update(batch.items())
         return found
 
     def sums_of_others(

@@ -15,7 +15,7 @@ from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution, Kept, Summed, wide
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Alone
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
@@ -38,7 +38,7 @@ class Engine(Protocol):
     """Interface of the engine for its taps and checkpointed blocks."""
 
     model: nn.Module
-    ranks: Alone
+    ranks: Ranks
     state: StepState
     forwards: ForwardPasses
     verification: Verification

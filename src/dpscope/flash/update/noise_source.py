@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.flash.kernels.tensor_lists import noise_span
+from dpscope.flash.kernels.tensor_lists import as_word, noise_span
 from dpscope.flash.torch_side.shards import first_element
 
 Key = tuple[int, int]  # (seed, offset): 64 bits each
@@ -60,7 +60,7 @@ class UsedKeys:
 
 
 def _digest(key: Key) -> int:
-    packed = struct.pack("<2Q", *(word % 2**64 for word in key))
+    packed = struct.pack("<2q", *map(as_word, key))
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little", signed=True)
 
 

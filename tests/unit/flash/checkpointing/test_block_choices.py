@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.gradients.explanation import BlockRow
+from dpscope.flash.checkpointing.block_choices import BlockRow
 from tests.unit.flash.checkpointed_models import CheckpointedDecoder, assert_sums, clipped, how, true_gradients
 from tests.unit.flash.flash_models import token_batch, token_losses
 from tests.unit.flash.live_bytes import LiveBytes
