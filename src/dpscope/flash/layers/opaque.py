@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept
-from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.layers.per_sample import parameter_key
+from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.recorder import is_recording, note_call, record
 from dpscope.flash.taps.taps import Engine
+from dpscope.flash.torch_side import dry_run
 
 
 class Expand(torch.autograd.Function):
@@ -46,12 +46,15 @@ class Expand(torch.autograd.Function):
         return (None,) * 5
 
 
-class OpaqueTap(CheckedTap):
+class OpaqueTap(PerSampleTap):
+    """Tap that runs the module sample by sample. The first call of each kind is checked, and later ones now and then."""
+
     derives = False  # it is given tensors that are made of parameters, and nothing of the samples
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.describe("torch.func.vmap over samples")
+        self.looks = 0  # of the schedule, when it was checked last
+        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def _parameters_given(self, args: Any, kwargs: Any) -> Proxy | None:
         """Return the first argument that is made of parameters."""
@@ -64,11 +67,17 @@ class OpaqueTap(CheckedTap):
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
-    def describe(self, how: str) -> None:
-        """Describe for `explain()` how samples are run from now on."""
-        self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
-        for slot in self.slots.values():
-            slot.describe("opaque", self.why)
+    def check(self, sample_call: SampleCall) -> None:
+        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
+        if dry_run.current() is not None:
+            return
+        check = UnitCheck(sample_call)
+        if sample_call.undecided:
+            check.decide()
+        kind, looks = sample_call.kind(), len(self.engine.verification.schedule.looks)
+        if kind not in self.dtypes or looks > self.looks:
+            self.looks = looks
+            self.dtypes[kind] = check.run()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
@@ -92,7 +101,7 @@ class OpaqueTap(CheckedTap):
         # The state of a checkpointed forward that runs again is written by the first.
         versions = {key: whole[key]._version for key in live}
         try:
-            output = self.run(sample_call, expanded, commit=not self.engine.forwards.runs_again())
+            output = sample_call.run(expanded, commit=not self.engine.forwards.runs_again())
         except RuntimeError as error:
             for key, version in versions.items():
                 if whole[key]._version != version:

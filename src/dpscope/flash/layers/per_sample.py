@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side.module_state import ModuleState
@@ -64,7 +65,7 @@ def parameter_key(name: str) -> str:
     return f"module.{name}"
 
 
-class PerSampleModule(TapOfSamples):
+class PerSampleTap(TapOfSamples):
     """Tap of a module that runs sample by sample."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
@@ -73,6 +74,14 @@ class PerSampleModule(TapOfSamples):
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
         self.input_dims, self.output_dims = sample_dims(module)
         self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
+        self.by_loop = False
+        self.describe("torch.func.vmap over samples")
+
+    def describe(self, how: str) -> None:
+        """Describe for `explain()` how samples are run from now on."""
+        self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
+        for slot in self.slots.values():
+            slot.describe("opaque", self.why)
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters as its forward finds them: FSDP2 replaces shards by whole ones around it."""

@@ -14,9 +14,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.per_sample import PerSampleModule, parameter_key
+from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
@@ -86,7 +87,7 @@ class SampleCall:
     mapped  which of them hold one entry a sample, and in which dimension
     """
 
-    def __init__(self, tap: PerSampleModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, tap: PerSampleTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tap = tap
         self.args_count = len(args)
         self.kwarg_names = list(kwargs)
@@ -217,11 +218,26 @@ class SampleCall:
         dims = self.tap.output_dims
         return dims[position] if position < len(dims) else 0
 
+    def run(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
+        """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
+        if self.batch == 0:
+            return self.on_empty_batch(expanded)
+        if not self.tap.by_loop:
+            try:
+                return self.by_vmap(expanded, commit=commit)
+            except (UserError, _StopRecomputationError):
+                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
+            except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.tap.by_loop = True
+                self.tap.describe(f"a loop over samples, for vmap failed: {reason}")
+        return self.by_loop(expanded, commit=commit)
+
     def on_empty_batch(self, expanded: dict[str, Tensor]) -> Any:
         found, spec, _ = self.call({key: value.sum(0) for key, value in expanded.items()}, self.leaves)
         return pytree.tree_unflatten(found, spec)
 
-    def by_vmap(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+    def by_vmap(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
         shape: list[Any] = []
         remains = Remains(self.tap.module, self.tap.name)
 
@@ -254,7 +270,7 @@ class SampleCall:
             )
         return leaf
 
-    def by_loop(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+    def by_loop(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
         split = {key: value.unbind(0) for key, value in expanded.items()}
         inputs = [self.leaves[index].split(1, dim) for index, dim in self.mapped.items()]
         answers, left = [], []
