@@ -47,7 +47,7 @@ class Expand(torch.autograd.Function):
 
 
 class OpaqueTap(PerSampleTap):
-    """Tap that runs the module sample by sample. The first call of each kind is checked, and later ones now and then."""
+    """Tap that runs the module sample by sample. The first call of each kind is checked, later ones now and then."""
 
     derives = False  # it is given tensors that are made of parameters, and nothing of the samples
 
