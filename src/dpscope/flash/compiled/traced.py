@@ -149,10 +149,12 @@ class GraphRecorder(Recorder):
         super().__init__(engine)
         self.last_cast = GraphCast()
 
-    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+    @staticmethod
+    def save(ctx: Any, *tensors: Tensor | None) -> None:
         ctx.save_for_backward(*tensors)
 
-    def saved(self, ctx: Any) -> tuple[Any, ...]:
+    @staticmethod
+    def saved(ctx: Any) -> tuple[Any, ...]:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors
 
@@ -162,21 +164,24 @@ class GraphRecorder(Recorder):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def bias_sums(self, g: Tensor) -> Tensor:
+    @staticmethod
+    def bias_sums(g: Tensor) -> Tensor:
         return g.sum(1, dtype=wide(g.dtype))
 
-    def inverse_rms(self, x: Tensor, eps: float) -> Tensor:
+    @staticmethod
+    def inverse_rms(x: Tensor, eps: float) -> Tensor:
         return (x.to(wide(x.dtype)).square().mean(-1) + eps).rsqrt()
 
-    def layer_norm_sums(
-        self, g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool
-    ) -> tuple[Tensor, Tensor]:
+    # The compiler fuses each of these into one pass without a temporary.
+
+    @staticmethod
+    def layer_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, **_: object) -> tuple[Tensor, Tensor]:
         dtype = wide(torch.promote_types(g.dtype, x.dtype))
         centred = x.to(dtype) - mean.to(dtype).reshape(*x.shape[:2], 1)
-        return self.rms_norm_sums(g, centred, rstd, whole=whole), g.sum(1, dtype=dtype)
+        return GraphRecorder.rms_norm_sums(g, centred, rstd), g.sum(1, dtype=dtype)
 
-    def rms_norm_sums(self, g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool) -> Tensor:
-        # The compiler fuses this into one pass without a temporary.
+    @staticmethod
+    def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, **_: object) -> Tensor:
         dtype = wide(torch.promote_types(g.dtype, x.dtype))
         return (x.to(dtype) * rstd.to(dtype).reshape(*x.shape[:2], 1) * g.to(dtype)).sum(1)
 

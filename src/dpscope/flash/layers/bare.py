@@ -74,7 +74,7 @@ class Bare(Proxy):
         if consumer is not None:
             tap.engine.verification.expanded.add(consumer)
         key = expand_rows, plain.dim(), row.origin
-        role = tap.roles.setdefault(key, BareUse(tap, expand_rows, [False, False]))
+        role = tap.roles.get(key) or tap.roles.setdefault(key, BareUse(tap, expand_rows, [False, False]))
         assert isinstance(role, BareUse)
         answer: Tensor = tap.apply(role, expand_rows, *flatten((row, batch), {}))
         return answer

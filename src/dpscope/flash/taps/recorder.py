@@ -74,13 +74,12 @@ class Recorder:
 
     # -- for layer families ------------------------------------------------------------------------------------------
 
-    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
-        """Save tensors for backward, before the layer computes."""
-        autograd_graph.save(ctx, *tensors)
-
-    def saved(self, ctx: Any) -> tuple[Any, ...]:
-        """Return what `save` was given."""
-        return autograd_graph.saved(ctx)
+    save = staticmethod(autograd_graph.save)
+    saved = staticmethod(autograd_graph.saved)
+    bias_sums = staticmethod(sample_sums.bias_sums)
+    inverse_rms = staticmethod(sample_sums.inverse_rms)
+    layer_norm_sums = staticmethod(sample_sums.layer_norm_sums)
+    rms_norm_sums = staticmethod(sample_sums.rms_norm_sums)
 
     def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
         """Call `note` with the input of a layer that runs now."""
@@ -95,24 +94,6 @@ class Recorder:
             return F.linear(x, weight, bias)
         finally:
             _set_excluded(_NOTES_VIEWS, False)
-
-    def bias_sums(self, g: Tensor) -> Tensor:
-        """Return Σ_t g, (B, T, p) -> (B, p)."""
-        return sample_sums.bias_sums(g)
-
-    def inverse_rms(self, x: Tensor, eps: float) -> Tensor:
-        """Return 1/sqrt(mean(x²) + eps) over the last dimension, in float32 at least."""
-        return sample_sums.inverse_rms(x, eps)
-
-    def layer_norm_sums(
-        self, g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σ_t g x̂ and Σ_t g of a LayerNorm. Unless `whole`, they may be (B, stretches, d)."""
-        return sample_sums.layer_norm_sums(g, x, mean, rstd, whole=whole)
-
-    def rms_norm_sums(self, g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool) -> Tensor:
-        """Return Σ_t g x̂ of an RMSNorm; `whole` as in `layer_norm_sums`."""
-        return sample_sums.rms_norm_sums(g, x, rstd, whole=whole)
 
 
 # -- autograd functions that record ------------------------------------------------------------------------------------

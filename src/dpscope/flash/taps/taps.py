@@ -20,7 +20,7 @@ from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.recorder import Recorder, is_recording, note_call
+from dpscope.flash.taps.recorder import Recorder, is_recording
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
@@ -89,8 +89,8 @@ class Tapped(torch.autograd.Function):
     def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
-        note_call(ctx, tap)
-        ctx.live = live
+        engine = tap.engine
+        ctx.tap, ctx.live, ctx.recorder, ctx.generation = tap, live, engine.recorder, engine.state.generation
         if not x.size(0):
             ctx.empty = x.shape
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)

@@ -277,11 +277,13 @@ def test_samples_that_are_not_finite_stay_out(reentrant, where, batch):
 def test_sums_over_positions_are_held_where_they_are_small_and_not_made_again(reentrant, monkeypatch):
     """Of biases and norm layers, in blocks whose samples are long."""
     made = []
-    for kernel in ("bias_sums", "layer_norm_sums"):
-        original = getattr(Recorder, kernel)
-        monkeypatch.setattr(
-            Recorder, kernel, lambda *args, f=original, **kwargs: made.append(f.__name__) or f(*args, **kwargs)
-        )
+    for kernel in (Recorder.bias_sums, Recorder.layer_norm_sums):
+
+        def counted(*args, kernel=kernel, **options):
+            made.append(kernel.__name__)
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(Recorder, kernel.__name__, staticmethod(counted))
     torch.manual_seed(1)
     batch = token_batch(4, 64)
     model = decoder(kind=reentrant)
