@@ -26,8 +26,7 @@ from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MicroBatch, RunningSum, Sums
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.recorder import Recorder
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave

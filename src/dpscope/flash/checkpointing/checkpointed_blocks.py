@@ -26,8 +26,7 @@ from dpscope.flash.gradients.norms import Norms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.recorder import Recorder
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast

@@ -24,8 +24,8 @@ from torch import Tensor
 from dpscope.errors import UserError
 from dpscope.flash.compiled.traced import GraphCalls, GraphRecorder, Leaves
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.taps.recorder import Recorder, is_recording, note_call
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.recorder import Engine, Recorder, is_recording, note_call
+from dpscope.flash.taps.taps import LayerTap, Spec
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast

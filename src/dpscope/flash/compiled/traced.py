@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 
 from dpscope.flash.gradients.contributions import wide
-from dpscope.flash.taps.recorder import Recorder
-from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.taps.recorder import Engine, Recorder
+from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import break_graph
 
 

@@ -38,7 +38,8 @@ from dpscope.flash.layers.bare_use import (
     operands_of,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.frames import uncompiled

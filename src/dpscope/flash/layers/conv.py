@@ -36,7 +36,8 @@ from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.triton_runtime import slices
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.phases import allocates
 

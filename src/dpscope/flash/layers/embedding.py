@@ -13,7 +13,8 @@ from dpscope.flash.gradients.contributions import Kept, Lookup
 from dpscope.flash.gradients.paths import KEEP, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.refusals import refuse_trained
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 
 
 class EmbeddingTap(LayerTap):

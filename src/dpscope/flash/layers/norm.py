@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
-from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default

@@ -24,8 +24,7 @@ from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.recorder import is_recording, note_call, record
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side import dry_run
 
 

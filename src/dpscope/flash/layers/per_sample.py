@@ -8,7 +8,8 @@ from torch import nn
 
 from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side.module_state import ModuleState
 
 # Argument name -> dimension of samples (None: shared by all samples), 0 where nothing is said; outputs in order.

@@ -30,8 +30,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.recorder import is_recording, note_call, record
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import current_hooks, keeps_graph
 

@@ -12,16 +12,22 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels import sample_sums
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.forward_passes import ForwardPasses
+from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import autograd_graph
 from dpscope.flash.torch_side.attributes import temporarily
+from dpscope.flash.torch_side.autocast import SharedCast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 
 _NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
@@ -29,22 +35,39 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
-class RecordingEngine(Protocol):
-    """Interface of the engine for recorders."""
+class Graphs(Protocol):
+    """Recorder of calls inside compiled graphs (compiled/traced.py)."""
 
+    def call(self, tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Engine(Protocol):
+    """Interface of the engine for its taps and checkpointed blocks."""
+
+    model: nn.Module
+    ranks: Ranks
     state: StepState
+    forwards: ForwardPasses
+    verification: Verification
     path_rules: PathRules
+    clip: ClipRule
+    groups: RowGroups
+    cast: SharedCast
     anchor: Anchor
     recorder: Recorder
-
-
-class RecordingTap(Protocol):
-    """Tap whose calls are recorded."""
-
-    name: str
+    refusal: type[UserError]
 
     @property
-    def engine(self) -> RecordingEngine: ...
+    def graphs(self) -> Graphs: ...
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]: ...
+
+    def slot(self, parameter: Tensor | None) -> Slot: ...
+
+    def add(self, slot: Slot, contribution: Contribution) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
 class Recorder:
@@ -53,7 +76,7 @@ class Recorder:
     wanted: Collection[Slot] | None = None  # parameters whose gradients are recorded; None: all
     sums_at_once = False  # sums over positions are taken in backward, and not postponed
 
-    def __init__(self, engine: RecordingEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @contextmanager
@@ -99,7 +122,7 @@ class Recorder:
 # -- autograd functions that record ------------------------------------------------------------------------------------
 
 
-def note_call(ctx: Any, tap: RecordingTap) -> None:
+def note_call(ctx: Any, tap: Any) -> None:
     """Note in a forward how its backward is recorded."""
     engine = tap.engine
     ctx.tap, ctx.recorder, ctx.generation = tap, engine.recorder, engine.state.generation
@@ -107,7 +130,7 @@ def note_call(ctx: Any, tap: RecordingTap) -> None:
 
 def is_recording(ctx: Any) -> bool:
     """Return whether this backward pass records. Refuse one that is not the micro-batch's, or is differentiated."""
-    engine: RecordingEngine = ctx.tap.engine
+    engine: Engine = ctx.tap.engine
     recording = engine.anchor.is_recording()
     if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
         _check_backward(ctx)

@@ -10,7 +10,8 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.proxy import NotFollowed
-from dpscope.flash.taps.taps import Engine, EngineTap
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import EngineTap
 
 
 class RootTap(EngineTap):

@@ -2,65 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups
-from dpscope.flash.gradients.contributions import Contribution, Kept, Summed, wide
-from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.contributions import Kept, Summed, wide
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.sample_rows.verification import Verification
-from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.recorder import Recorder, is_recording
+from dpscope.flash.taps.recorder import Engine, is_recording
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
-from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
-from dpscope.flash.torch_side.autograd_graph import Anchor
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.frames import break_graph
 from dpscope.flash.torch_side.instance_method import InstanceMethod
-
-
-class Graphs(Protocol):
-    """Recorder of calls inside compiled graphs (compiled/traced.py)."""
-
-    def call(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class Engine(Protocol):
-    """Interface of the engine for its taps and checkpointed blocks."""
-
-    model: nn.Module
-    ranks: Ranks
-    state: StepState
-    forwards: ForwardPasses
-    verification: Verification
-    path_rules: PathRules
-    clip: ClipRule
-    groups: RowGroups
-    cast: SharedCast
-    anchor: Anchor
-    recorder: Recorder
-    refusal: type[UserError]
-
-    @property
-    def graphs(self) -> Graphs: ...
-
-    @property
-    def parameters(self) -> Collection[nn.Parameter]: ...
-
-    def slot(self, parameter: Tensor | None) -> Slot: ...
-
-    def add(self, slot: Slot, contribution: Contribution) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
 class Spec(NamedTuple):
