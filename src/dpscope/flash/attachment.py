@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.proxy import Unclipped
+from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
 from dpscope.flash.taps.root_taps import ZeroGradTap
 from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
@@ -120,7 +120,7 @@ class Attachment:
         """
         changed = self._changed_layers()
         if changed:
-            return self.retap(changed, "it is no longer the layer that it was")
+            return self.retap(NotFollowed(changed, "it is no longer the layer that it was"))
         if all(type(module).forward is forward for module, forward in self._forwards.items()):
             return False
         self._engine.verification.forget()
@@ -177,19 +177,13 @@ class Attachment:
             if region.root is None:
                 self._install(region)
 
-    def retap(
-        self,
-        modules: Sequence[nn.Module],
-        reason: str,
-        *,
-        climb: bool = False,
-        strays: Collection[nn.Parameter] = (),
-    ) -> bool:
-        """Tap modules in the next way of the `Ladder`; return whether there is one.
+    def retap(self, misfit: NotFollowed) -> bool:
+        """Tap its modules in the next way of the `Ladder`; return whether there is one.
 
         Without modules, those whose parameters are followed are meant: perhaps a dimension equals the batch size by
         chance.
         """
+        modules, strays, reason = misfit.modules, misfit.strays, str(misfit).partition(". ")[0]
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)
         expanded = list(self._engine.verification.expanded)
@@ -203,7 +197,7 @@ class Attachment:
             moved = self._ladder.move(own, reason, climb=False)
         else:  # layers that were given parameters, as if they were samples, are followed first
             moved = self._ladder.follow(expanded)
-            moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=climb)
+            moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=misfit.climb)
         if moved:
             self._untap()
             self._tap()

@@ -50,7 +50,8 @@ class RootRegionTap(RootTap):
             with temporarily(self, entered=True), region.entered(args, kwargs):
                 return forward(*args, **kwargs)
 
-        return self.run(region.eager, args, kwargs, compiled=in_region)
+        require_for_compiled()
+        return self.run(region.eager, args, kwargs, instead=in_region)
 
     def run(self, *args: Any, **options: Any) -> Any:
         _clear_what_is_compiled()

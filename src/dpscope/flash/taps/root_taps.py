@@ -25,11 +25,11 @@ class RootTap(EngineTap):
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        compiled: Callable[..., Any] | None = None,
+        instead: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run a pass of the model. `compiled`: what is called in place of its own forward."""
+        """Run a pass of the model. `instead`: what is called in place of its forward."""
         try:
-            return self.engine.forwards.call_root(forward, args, kwargs, compiled=compiled)
+            return self.engine.forwards.call_root(forward, args, kwargs, instead=instead)
         except UserError as refusal:
             if isinstance(refusal, self.engine.refusal):
                 raise
