@@ -28,7 +28,7 @@ from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
-from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
+from dpscope.flash.gradients.explanation import PathTable, PerSampleModule, describe_per_sample, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
 from dpscope.flash.gradients.slots import Slot, refuse_hooks
@@ -246,11 +246,11 @@ class FlashEngine:
 
     def run_by_loop(self) -> bool:
         """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
-        units = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
-        for tap in units:
+        changed = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
+        for tap in changed:
             tap.by_loop = True
             tap.describe("a loop over samples, because vmap failed in backward")
-        return bool(units)
+        return bool(changed)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that require a gradient, by name."""
@@ -463,7 +463,7 @@ class FlashEngine:
         trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)
         return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "", measured=measured)
 
-    def opaque_units(self) -> list[OpaqueUnit]:
+    def per_sample_modules(self) -> list[PerSampleModule]:
         """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
         opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
-        return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
+        return describe_per_sample(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))

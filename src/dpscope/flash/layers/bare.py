@@ -111,7 +111,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
-        return _write(tap, func, name, args, kwargs)
+        return _write(tap, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
 
@@ -144,7 +144,7 @@ def _with_item(x: Tensor, index: Any, value: Tensor) -> Tensor:
     return y
 
 
-def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _write(tap: BareTap, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do x.add_(p) as x.copy_(x + p), so that every view of x has the use behind it."""
     target = args[0]
     plain = getattr(Tensor, _WRITING.get(name, name[:-1]), None) if name != "__setitem__" else _with_item
@@ -353,7 +353,7 @@ class BareTap(TapOfSamples):
             raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=strays)
         if any(other.requires_grad for other in others):
             raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
-        self.engine.forwards.admit_unit(role, 0, shared=False)
+        self.engine.forwards.admit_call(role, 0, shared=False)
         return self.derive(func, leaves, spec)
 
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -377,7 +377,7 @@ class BareTap(TapOfSamples):
         for y in ys:
             dim = y.dim() + (role.each > 1)
             if dim not in role.known:
-                self.engine.forwards.admit_unit(role, dim, shared=False)
+                self.engine.forwards.admit_call(role, dim, shared=False)
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
 

@@ -34,10 +34,6 @@ class _Semantics(TorchFunctionMode):
     Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -111,7 +107,7 @@ class SampleCall:
                 main = False
 
     def admit(self) -> None:
-        self.tap.engine.forwards.admit_unit(self.tap, self.main()[0].dim(), shared=self.is_shared())
+        self.tap.engine.forwards.admit_call(self.tap, self.main()[0].dim(), shared=self.is_shared())
 
     def main(self) -> tuple[Tensor, int]:
         """Return the first tensor that has a row for each sample, and the dimension of samples."""
@@ -136,9 +132,6 @@ class SampleCall:
 
     # -- which arguments are per sample --------------------------------------------------------------------------------
 
-    def _dim(self, name: str) -> int | None:
-        return self.tap.input_dims.get(name, 0)
-
     def key(self, index: int) -> tuple[Any, ...]:
         """Return a key for an argument's place in every call of the module."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
@@ -150,7 +143,7 @@ class SampleCall:
         later batch of T samples. An equal size may be a coincidence, and is checked.
         """
         name, known = self.names[index], self.tap.per_sample.get(self.key(index))
-        dim = self._dim(name)
+        dim = self.tap.input_dims.get(name, 0)
         size = leaf.shape[dim] if dim is not None and leaf.dim() > dim else None
         certain = main or leaf.requires_grad or dim is None or name in self.tap.input_dims
         if dim is not None and size == self.batch and (certain or known is not False):
@@ -251,7 +244,7 @@ class SampleCall:
             return tuple(self._with_rows(leaf, position) for position, leaf in enumerate(tensors)), state
 
         inputs = [self.leaves[index] for index in self.mapped]
-        with _Semantics(self.tap.name), _no_efficient_attention(), _no_checkpoints():
+        with _Semantics(), _no_efficient_attention(), _no_checkpoints():
             run = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")
             stacked, state = run(expanded, *inputs)
         found, spec, agreed = shape
@@ -274,7 +267,7 @@ class SampleCall:
         split = {key: value.unbind(0) for key, value in expanded.items()}
         inputs = [self.leaves[index].split(1, dim) for index, dim in self.mapped.items()]
         answers, left = [], []
-        with _Semantics(self.tap.name):
+        with _Semantics():
             for b in range(self.batch):
                 parameters = {key: values[b] for key, values in split.items()}
                 found, spec, changes = self.call(parameters, self._with(chunks[b] for chunks in inputs))

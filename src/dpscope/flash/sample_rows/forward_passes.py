@@ -315,7 +315,7 @@ class ForwardPasses:
                 f"{KEEP_BATCH_FIRST}"
             )
             raise NotFollowed([tap.module], reason) if self.can_begin_again else UserError(reason)
-        self.admit_unit(tap, x.dim(), shared=shared)
+        self.admit_call(tap, x.dim(), shared=shared)
         return x.expand(batch, *x.shape[1:]) if shared else x
 
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -343,7 +343,7 @@ class ForwardPasses:
             )
         return known
 
-    def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
+    def admit_call(self, tap: Sampled, dim: int, *, shared: bool) -> None:
         """Accept a call whose rows are known to be samples; record any other, to be verified after the forward."""
         if (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
