@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from dpscope.flash.gradients.contributions import Outer, sample_products
-from dpscope.flash.gradients.paths import BYTES_PER_SECOND, DIRECT, GRAM, KEEP, Product, Room, choose_path
+from dpscope.flash.gradients.paths import BYTES_PER_SECOND, DIRECT, GRAM, KEEP, Product, choose_path
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.fused_update import fused_adam_
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
@@ -82,7 +82,7 @@ def main() -> None:
         xs = [torch.randn(batch, length, d, device="cuda", dtype=dtype) for _ in range(LAYERS)]
         gs = [torch.randn(batch, length, p, device="cuda", dtype=dtype) for _ in range(LAYERS)]
         rounding = operand_rounding(xs[0].device) if dtype == torch.float32 else 0.0
-        chosen = choose_path(Product(batch, length, d, p, itemsize=dtype.itemsize, rounding=rounding), Room.MORE)
+        chosen = choose_path(Product(batch, length, d, p, itemsize=dtype.itemsize, rounding=rounding), "more")
         paths = [path for path in (GRAM, DIRECT, KEEP) if path != GRAM or not rounding]
         run = calls(xs, gs)
         state = 24.0 * d * p / BYTES_PER_SECOND  # parameters and moments, whatever the path

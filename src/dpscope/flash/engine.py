@@ -41,6 +41,7 @@ from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, Run
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.taps.recorder import Recorder
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
@@ -341,14 +342,9 @@ class FlashEngine:
     @contextmanager
     def capturing(self, static: StaticInputs) -> Iterator[None]:
         """Capture a micro-batch in a CUDA graph inside the block: nothing counts, `static` has bounds and rows."""
-        before = self.norms, self.factors, self.nonfinite_samples
-        self.static, self.nonfinite_samples = static, None
-        try:
-            with self.state.capturing(), self.running_sums.kept():
-                yield
-        finally:
-            self.static = None
-            self.norms, self.factors, self.nonfinite_samples = before
+        results = dict.fromkeys(("norms", "factors", "nonfinite_samples"))
+        with temporarily(self, static=static, **results), self.state.capturing(), self.running_sums.kept():
+            yield
 
     def captured(self) -> CapturedBatch:
         """Return the tensors of the micro-batch that `capturing` has closed: a replay of its graph fills them."""

@@ -105,7 +105,7 @@ def test_what_else_is_frozen_does_not_change_the_noise(fused):
 
 def test_how_many_launches_an_update_takes_does_not_change_the_noise(monkeypatch):
     together = train(Plain, "adamw", fused=True)
-    monkeypatch.setattr(fused, "PIECE_BYTES", 1)
+    monkeypatch.setattr(fused, "GROUP_BYTES", 1)
     assert_same(train(Plain, "adamw", fused=True), together)
 
 

@@ -24,7 +24,7 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, Sums
+from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
@@ -79,9 +79,9 @@ class Reruns:
         """The largest sensitivity of sums that were made in backward: the rule's bounds may have changed since."""
         return max((each.sensitivity for each in self._summed), default=0.0)
 
-    def made(self, into: RunningSum | None) -> Sums:
+    def made(self, into: RunningSum | None) -> MadeSums:
         """Return the sums that were made in backward, added to running sums."""
-        made: Sums = {}
+        made: MadeSums = {}
         for batch in (batch for each in self._summed for batch in each.sums):
             for parameter, total in batch.items():
                 before = into(parameter) if into else None
@@ -104,10 +104,10 @@ class Reruns:
                 run(self._clashing.get(number), names, hold)
 
     @contextmanager
-    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., Sums]]:
+    def sums(self, micro: MicroBatch | None, into: RunningSum | None) -> Iterator[Callable[..., MadeSums]]:
         """Give a function that runs the blocks of some parameters (all, if none are given) and returns their sums."""
         waiting = dict(self._orders[1])
-        found: Sums = {}
+        found: MadeSums = {}
 
         def add_up(left: Left) -> None:
             assert micro is not None
@@ -120,7 +120,7 @@ class Reruns:
 
         with self._blocks.running(list(self._own.values()), None if micro is None else micro.clipping.finite) as run:
 
-            def of(names: Collection[str] | None = None) -> Sums:
+            def of(names: Collection[str] | None = None) -> MadeSums:
                 for number in [n for n, inside in waiting.items() if names is None or not inside.isdisjoint(names)]:
                     run(self._own.get(number), waiting.pop(number), add_up)
                 return found
@@ -187,8 +187,7 @@ class BlockReruns:
 
     def names_in(self, each: BlockPass) -> set[str]:
         """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
-        inside = each.module.parameters() if self.engine.ranks.sharded and each.module is not None else ()
-        return {slot.name for slot in each.slots}.union(self.engine.slot(parameter).name for parameter in inside)
+        return {slot.name for slot in each.slots} | self.engine.ranks.names_inside(each.module)
 
     @contextmanager
     def running(

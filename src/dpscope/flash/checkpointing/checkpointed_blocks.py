@@ -22,7 +22,7 @@ from dpscope.flash.checkpointing.block_reruns import BlockReruns
 from dpscope.flash.checkpointing.recomputation import BlockPass, Fingerprint, gradient_of, module_of
 from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
-from dpscope.flash.gradients.norms import Norms
+from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
@@ -289,7 +289,7 @@ class CheckpointedBlocks:
         self._hold_sums(done)
         clip, rules = self.engine.clip, self.engine.path_rules
         with self._norming(done):
-            norms = Norms(len(clip.bounds), samples, device)
+            norms = SquaredNorms(len(clip.bounds), samples, device)
             for slot, contributions in done.gathered.items():
                 norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
             done.close(norms.result())

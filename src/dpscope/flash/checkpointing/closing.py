@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch, Sums
-from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum, SumBatch
 
 # Where blocks run again, sums of what is held are made in pieces of about this size, which frees its x and g.
 HELD_GROUP_BYTES = 1 << 27
@@ -50,7 +49,7 @@ def close_sums(
 
 
 def _stream(
-    slots: Slots, micro: MicroBatch, made: Sums, into: RunningSum | None, *, factored: bool
+    slots: Slots, micro: MicroBatch, made: MadeSums, into: RunningSum | None, *, factored: bool
 ) -> Iterator[SumBatch]:
     """Yield the sum of every trainable parameter once. `made`: those that are made already."""
     done = {*micro.parameters, *made}
@@ -85,17 +84,14 @@ def _reduce(
     slots: Slots,
     ranks: Ranks,
     micro: MicroBatch | None,
-    made: Sums,
-    sums_of_blocks: Callable[[Collection[str] | None], Sums],
+    made: MadeSums,
+    sums_of_blocks: Callable[[Collection[str] | None], MadeSums],
     into: RunningSum | None,
 ) -> Iterator[SumBatch]:
-    device = "cpu" if micro is None else micro.clipping.scale.device.type
-
-    def sums_of(some: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-        with torch.no_grad(), no_autocast(device):
-            again = sums_of_blocks({slots[parameter].name for parameter in some})
-            found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}
-            return found if micro is None else {**found, **micro.sums_of(some)}
+    def sums_of(some: Sequence[nn.Parameter]) -> MadeSums:
+        again = sums_of_blocks({slots[parameter].name for parameter in some})
+        found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}
+        return found if micro is None else {**found, **micro.sums_of(some)}
 
     ranks.meet_to_reduce()
     trained = [parameter for parameter in slots if parameter.requires_grad]

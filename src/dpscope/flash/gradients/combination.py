@@ -165,13 +165,20 @@ class RowGroups:
                 raise UserError(
                     f"{self.row_count(0)} rows were grouped, but the model was called with {contribution.batch_size}"
                 )
-            contribution = contribution.taken(self._places.flatten())
         elif contribution.batch_size % self.each:
             raise UserError(
                 f"the model was called with {contribution.batch_size} rows, which is no multiple of rows_per_sample="
                 f"{self.each}: give it the {self.each} rows of each sample beside one another"
             )
-        return contribution.folded(self.each, rules)
+        return contribution.grouped(self._group, rules)
+
+    def _group(self, rows: Tensor) -> Tensor:
+        """Return rows (B·k, ...) as (B, k, ...), with zeros where a sample has fewer than k."""
+        if self._places is not None:
+            index = self._places.flatten().to(rows.device)
+            there = (index >= 0).view(-1, *[1] * (rows.dim() - 1))
+            rows = torch.where(there, rows[index.clamp_min(0)], 0)
+        return rows.reshape(-1, self.each, *rows.shape[1:])
 
     def row_count(self, samples: int) -> int:
         """Return the number of rows of so many samples."""

@@ -15,7 +15,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
 
 import torch
@@ -126,13 +126,9 @@ class Contribution:
         """Add `other`, of the same parameter, into this one if possible. Return True if only one is still needed."""
         return False
 
-    def taken(self, index: Tensor) -> Contribution:
-        """Return the contribution restricted to some rows; -1 is a row of zeros."""
-        raise NotImplementedError
-
-    def folded(self, each: int, rules: PathRules) -> Contribution:
-        """Return the contribution with `each` consecutive rows as one sample."""
-        raise NotImplementedError
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Contribution:
+        """Return the contribution with several rows as one sample. group: rows (B·k, ...) -> (B, k, ...)."""
+        return Kept(group(self.materialise()).sum(1))
 
     def materialise(self) -> Tensor:
         """Return the per-sample gradients, (B, *shape)."""
@@ -194,12 +190,6 @@ class Kept(Contribution):
         self.values.add_(values)
         return True
 
-    def taken(self, index: Tensor) -> Kept:
-        return Kept(take_rows(self.values, index))
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return Kept(fold(self.values, each).sum(1))
-
     def materialise(self) -> Tensor:
         return self.values
 
@@ -244,11 +234,8 @@ class Summed(Contribution):
         if self.g._version != self.version:
             refuse_changed(name)
 
-    def taken(self, index: Tensor) -> Summed:
-        return Summed(take_rows(self.g, index), owned=True)
-
-    def folded(self, each: int, rules: PathRules) -> Summed:
-        return Summed(fold(self.g, each).flatten(1, 2), owned=self.owned)
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Summed:
+        return Summed(group(self.g).flatten(1, 2), owned=self.owned)
 
     def materialise(self) -> Tensor:
         return bias_sums(self.g)
@@ -308,18 +295,6 @@ class Saved(Contribution):
             refuse_changed(name)
 
 
-def fold(rows: Tensor, each: int) -> Tensor:
-    """Return rows (B·k, ...) as (B, k, ...)."""
-    return rows.view(-1, each, *rows.shape[1:]) if rows.is_contiguous() else rows.reshape(-1, each, *rows.shape[1:])
-
-
-def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Return these rows, zeros for an index of -1."""
-    index = index.to(rows.device)
-    there = (index >= 0).view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(there, rows[index.clamp_min(0)], 0)
-
-
 class Outer(Saved):
     """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
 
@@ -334,12 +309,9 @@ class Outer(Saved):
         x, g = self.first, self.g
         return x.shape, x.dtype, g.shape, g.dtype
 
-    def taken(self, index: Tensor) -> Outer:
-        return Outer(take_rows(self.first, index), take_rows(self.g, index), self.decision)
-
-    def folded(self, each: int, rules: PathRules) -> Outer | Kept:
-        """Fold the rows of a sample into more positions of it."""
-        x, g = fold(self.first, each).flatten(1, 2), fold(self.g, each).flatten(1, 2)
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Outer | Kept:
+        """Turn the rows of a sample into more positions of it."""
+        x, g = (group(each).flatten(1, 2) for each in self.saved)
         product = Outer(x, g, rules.of_product(x.shape, g))
         return Kept(product.materialise()) if product.decision.path == KEEP else product
 
@@ -406,12 +378,8 @@ class Lookup(Saved):
     def ids(self) -> Tensor:
         return self.first
 
-    def taken(self, index: Tensor) -> Lookup:
-        ids, g = take_rows(self.first, index), take_rows(self.g, index)
-        return Lookup(ids, g, self.rows, self.padding_idx, self.decision)
-
-    def folded(self, each: int, rules: PathRules) -> Lookup | Kept:
-        ids, g = fold(self.first, each).flatten(1), fold(self.g, each).flatten(1, 2)
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Lookup | Kept:
+        ids, g = group(self.first).flatten(1), group(self.g).flatten(1, 2)
         lookup = Lookup(ids, g, self.rows, self.padding_idx, rules.of_lookup(*ids.shape))
         return Kept(lookup.materialise()) if lookup.decision.path == KEEP else lookup
 

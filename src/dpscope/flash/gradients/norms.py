@@ -50,7 +50,7 @@ def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     return (Kept(values),)
 
 
-class Norms:
+class SquaredNorms:
     """Squared norms of G groups of parameters, (G, B). Gram units and kept gradients wait until all are known."""
 
     def __init__(self, groups: int, batch: int, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class Norms:
         if outer.decision.path == DIRECT:
             self.add_row(group, tied_norms_squared(lookup, outer))
             return parts
-        alone = Norms(1, self._batch, self._device)
+        alone = SquaredNorms(1, self._batch, self._device)
         alone.add_part(0, lookup)
         alone.add_part(0, outer)
         (apart,) = alone.result()  # ‖A‖² + ‖B‖²

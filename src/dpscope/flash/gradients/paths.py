@@ -31,10 +31,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -45,6 +44,9 @@ from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_roundi
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
 FORCEABLE = (GRAM, DIRECT, KEEP)
+# Memory that kept per-sample gradients may take: none, because they are in a checkpointed block that makes x and g once
+# more for the sum; as much as x and g; or whatever they need.
+Room = Literal["none", "freed", "more"]
 
 # Samples with more ids than this are normed by adding up the rows that repeat, which are found by sorting; those of
 # shorter ones meet in the Gram kernel, all embeddings' in one launch.
@@ -265,21 +267,13 @@ def path_costs(product: Product) -> dict[str, PathCost]:
     }
 
 
-class Room(Enum):
-    """Memory that kept per-sample gradients may take."""
-
-    NONE = auto()  # they are in a checkpointed block that makes x and g once more for the sum
-    FREED = auto()  # as much as x and g
-    MORE = auto()  # whatever they need
-
-
 @lru_cache(maxsize=4096)
-def choose_path(product: Product, room: Room = Room.FREED, forced: str | None = None) -> Decision:
+def choose_path(product: Product, room: Room = "freed", forced: str | None = None) -> Decision:
     """Choose the cheapest exact path of a layer's product.
 
     Args:
         product: Shapes and number formats of the product.
-        room: Memory that kept per-sample gradients may take.
+        room: Memory that kept per-sample gradients may take: "none", as much as x and g ("freed"), or "more".
         forced: Path to use in any case, for tests: "gram", "direct" or "keep".
 
     Returns:
@@ -292,7 +286,7 @@ def choose_path(product: Product, room: Room = Room.FREED, forced: str | None = 
         >>> print(choose_path(Product(16, 1024, 4096, 4096, itemsize=2)).path)
         gram
     """
-    costs, runs_again = MappingProxyType(path_costs(product)), room is Room.NONE
+    costs, runs_again = MappingProxyType(path_costs(product)), room == "none"
     # A block that runs again sums other tensors than those that were rounded for a Gram norm.
     rounded_gram = product.allows_gram and not (product.rounding and runs_again)
     if forced is not None:
@@ -312,7 +306,7 @@ def choose_path(product: Product, room: Room = Room.FREED, forced: str | None = 
     allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
     width = product.p if product.width_freed is None else product.width_freed
     freed = product.batch * product.length * width * product.itemsize
-    if room is Room.MORE or (room is Room.FREED and costs[KEEP].bytes_held <= freed):
+    if room == "more" or (room == "freed" and costs[KEEP].bytes_held <= freed):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
     reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
@@ -332,12 +326,12 @@ def _choices(
     """Return the decision with room to keep, the decision without, and the bytes of room that are needed."""
     choose = partial(choose_path, product, forced=forced)
     if runs_again:
-        held, again = choose(Room.FREED), choose(Room.NONE)
+        held, again = choose("freed"), choose("none")
         kept = held.costs[KEEP].bytes_held if held.path == KEEP else None
         again = replace(again, kept_if_held=kept, dtype=dtype)
         return again, again, 0.0
-    fitting = replace(choose(Room.MORE), dtype=dtype)
-    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(Room.FREED), dtype=dtype)
+    fitting = replace(choose("more"), dtype=dtype)
+    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose("freed"), dtype=dtype)
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
     # Besides, autograd casts the gradient of a half-precision x to float32; in float32 its largest next step is that of

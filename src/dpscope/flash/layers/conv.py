@@ -19,7 +19,7 @@ are rounded this way; all other products are rounded as the user set it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
@@ -97,12 +97,8 @@ class Patches(Saved):
         products[:, 1] *= directions.shape[1] ** -0.5
         return None if values is None else values.view(-1, *self.shape), products
 
-    def taken(self, index: Tensor) -> Patches:
-        x, g = take_rows(self.first, index), take_rows(self.g, index)
-        return Patches(x, g, self.geometry, self.shape, self.decision)
-
-    def folded(self, each: int, rules: PathRules) -> Patches:
-        x, g = fold(self.first, each), fold(self.g, each)
+    def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Patches:
+        x, g = map(group, self.saved)
         if self.first.dim() > len(self.geometry.kernel) + 2:  # there are several images in a row already
             x, g = x.flatten(1, 2), g.flatten(1, 2)
         decision = replace(self.decision, path=DIRECT) if self.decision.path == RANK1 else self.decision

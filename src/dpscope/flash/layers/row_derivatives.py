@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
-from dpscope.flash.gradients.paths import KEEP, Decision, PathRules
+from dpscope.flash.gradients.paths import KEEP, Decision
 from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -178,15 +178,6 @@ class Later(Contribution):
     __slots__ = ()
     kind = "derived"
 
-    def materialise(self) -> Tensor:
-        raise NotImplementedError
-
-    def taken(self, index: Tensor) -> Kept:
-        return Kept(self.materialise()).taken(index)
-
-    def folded(self, each: int, rules: PathRules) -> Kept:
-        return Kept(self.materialise()).folded(each, rules)
-
 
 class PulledBack(Later):
     """Per-sample gradients of a parameter, held as those of q, (B, *q.shape), which is made of it.
@@ -320,12 +311,6 @@ class OfGain(Later):
 
     def materialise(self) -> Tensor:
         return self.weight.of_gain()
-
-    def norms_squared(self) -> Tensor:
-        return Kept(self.materialise()).norms_squared()
-
-    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return Kept(self.materialise()).clipped_sum(scale, out)
 
 
 class Unknown:

@@ -39,16 +39,28 @@ Hook = Callable[..., Any]
 
 
 @contextmanager
+def _restored(dictionaries: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Restore the contents of dictionaries, in their order, after the block."""
+    before = [(own, dict(own)) for own in dictionaries]
+    try:
+        yield
+    finally:
+        for own, entries in before:
+            own.clear()
+            own.update(entries)
+
+
+@contextmanager
 def _without_hooks(modules: Iterable[nn.Module], cast: Callable[[nn.Module, bool], Hook | None]) -> Iterator[None]:
     """Replace FSDP2's hooks inside the block by `cast` of the module, before (True) and after its forward."""
     hooks = [
-        (module, before, hooks, dict(hooks))
+        (module, before, hooks)
         for module in modules
         for before, hooks in ((True, module._forward_pre_hooks), (False, module._forward_hooks))
     ]
-    try:
-        for module, before, own, entries in hooks:
-            for key, hook in entries.items():
+    with _restored(own for _, _, own in hooks):
+        for module, before, own in hooks:
+            for key, hook in list(own.items()):
                 if getattr(hook, "__module__", "").startswith("torch.distributed."):
                     instead = cast(module, before)
                     if instead is None:
@@ -56,17 +68,12 @@ def _without_hooks(modules: Iterable[nn.Module], cast: Callable[[nn.Module, bool
                     else:
                         own[key] = instead
         yield
-    finally:
-        for _, _, own, entries in hooks:
-            own.clear()
-            own.update(entries)
 
 
 @contextmanager
 def made_up_weights(model: nn.Module) -> Iterator[None]:
     """Replace weights by made-up ones inside the block, so that the model's forward does not communicate."""
     modules = list(model.modules())
-    parameters = [(module, dict(module._parameters)) for module in modules]
     made: dict[Any, nn.Parameter] = {}
     mine = set(modules)
 
@@ -88,16 +95,10 @@ def made_up_weights(model: nn.Module) -> Iterator[None]:
         if module in mine and dtype is not None and not torch.is_autocast_enabled(args[0].device.type):
             put(module, dtype)
 
-    handle = register_module_forward_pre_hook(follow)
-    try:
-        with _without_hooks(modules, lambda module, before: None):
-            put(model, None)
-            yield
-    finally:
-        handle.remove()
-        for module, own_parameters in parameters:
-            module._parameters.clear()
-            module._parameters.update(own_parameters)
+    kept = _restored(module._parameters for module in modules)
+    with kept, register_module_forward_pre_hook(follow), _without_hooks(modules, lambda module, before: None):
+        put(model, None)
+        yield
 
 
 @contextmanager

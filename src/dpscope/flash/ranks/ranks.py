@@ -155,6 +155,10 @@ class Ranks:
                     blocks_of_all.setdefault(number, set()).update(names)
         return [dict(sorted(each.items(), reverse=True)) for each in found]
 
+    def names_inside(self, module: nn.Module | None) -> set[str]:
+        """Return the names of the parameters that `whole_weights` has to gather to run a module."""
+        return {self._names[each] for each in module.parameters()} if self.sharded and module is not None else set()
+
     def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
         if not self.sharded:

@@ -24,7 +24,7 @@ from dpscope.flash.ranks.layout import Layout, blocks
 from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
-PIECE_BYTES = 2**28  # of whole sums that are made at once, before they are laid out for their owners
+AT_ONCE_BYTES = 2**28  # of whole sums that are made at once, before they are laid out for their owners
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
 
 # Its name since torch 2.13, and before.
@@ -127,7 +127,7 @@ class Reduction:
 
 
 class _Pieces:
-    """Sums of the parameters in the order of travel, made about `PIECE_BYTES` at a time when the first is taken."""
+    """Sums of the parameters in the order of travel, made about `AT_ONCE_BYTES` at a time when the first is taken."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums_of: SumsOf) -> None:
         self._left, self._sums_of = deque(parameters), sums_of
@@ -139,7 +139,7 @@ class _Pieces:
         if parameter not in self._piece:
             piece = [self._left.popleft()]
             held = _bytes(piece[0])
-            while self._left and (held := held + _bytes(self._left[0])) <= PIECE_BYTES:
+            while self._left and (held := held + _bytes(self._left[0])) <= AT_ONCE_BYTES:
                 piece.append(self._left.popleft())
             self._piece, self._made = set(piece), dict(self._sums_of(piece))
         return self._made.pop(parameter, None)

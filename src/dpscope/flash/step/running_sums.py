@@ -8,18 +8,17 @@ rounded sums of two neighbouring batches may differ by more than C.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
+from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.shards import as_part_of, local
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class RunningSums:
@@ -38,21 +37,15 @@ class RunningSums:
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Hold the first sum of a parameter; later ones are added into what `get` returns."""
-        dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
-        self._held[parameter] = total.to(dtype)
+        self._held[parameter] = total.to(wide(parameter.dtype))
 
     def items(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter that has a sum, and the sum."""
         return self._held.items()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Restore the earlier sums at the end of the block."""
-        before = dict(self._held)
-        try:
-            yield
-        finally:
-            self._held = before
+        return temporarily(self, _held=dict(self._held))
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         """Return name and sum of every parameter that has one."""

@@ -40,7 +40,7 @@ outside of backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 
 from torch import Tensor
@@ -191,24 +191,20 @@ class StepState:
             raise RuntimeError("a micro-batch with a backward pass has to be closed before the next is opened")
         self._size = size
 
-    @contextmanager
-    def expecting(self, size: int) -> Iterator[None]:
+    def expecting(self, size: int) -> AbstractContextManager[None]:
         """Expect forward passes of `size` samples inside the block; they leave nothing."""
-        with temporarily(self, _micro_batch=OPENED, _size=size):
-            yield
+        return temporarily(self, _micro_batch=OPENED, _size=size)
 
     @contextmanager
     def trial(self, size: int) -> Iterator[None]:
         """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
-        names = ("_micro_batch", "_size", "_rows", "_last_rows", "_micro_batches", "_touched", "_sums")
-        before = {name: getattr(self, name) for name in names}
-        self._micro_batch, self._size, self._rows, self._last_rows = OPENED, size, None, None
-        self._micro_batches, self._touched, self._sums = 0, {}, COLLECTING
-        try:
-            yield
-        finally:
-            self.take_recorded()
-            vars(self).update(before)
+        rows = {"_rows": None, "_last_rows": None}
+        sums = {"_micro_batches": 0, "_touched": {}, "_sums": COLLECTING}
+        with temporarily(self, _micro_batch=OPENED, _size=size, **rows, **sums):
+            try:
+                yield
+            finally:
+                self.take_recorded()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

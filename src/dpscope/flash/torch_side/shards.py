@@ -6,7 +6,6 @@ is a contiguous range of the elements of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return `local` of each tensor; the sequence itself if none is sharded."""
+def local_parts(tensors: list[Tensor]) -> list[Tensor]:
+    """Return `local` of each tensor; the list itself if none is sharded."""
     return [local(tensor) for tensor in tensors] if any(map(is_shard_type, set(map(type, tensors)))) else tensors
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dpscope.flash.kernels.tensor_lists import words_of
@@ -135,11 +135,11 @@ class CapturedUpdate:
         self._words = torch.full((most, LONGEST), SPENT, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
         self._places: dict[tuple[int, int], int] = {}  # (id of a group, step's number in the capture) -> its row
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[Tensor] = []
         self._before = state_of(optimizer)  # none is made in a graph, which would make it anew in each replay
 
     def add(
-        self, group: dict[str, Any], step: int, numbers: Numbers, parameters: Sequence[nn.Parameter], *counters: Tensor
+        self, group: dict[str, Any], step: int, numbers: Numbers, parameters: Sequence[Tensor], *counters: Tensor
     ) -> Tensor:
         """Note a launch while the graph is captured. Return the row that it reads."""
         place = self._places.setdefault((id(group), step), len(self._places))

@@ -21,13 +21,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dpscope.flash.kernels.fused_update import adam_numbers, fused_adam_, fused_sgd_, sgd_numbers
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
-from dpscope.flash.step.microbatch import SumBatch
+from dpscope.flash.step.microbatch import GROUP_BYTES, SumBatch
 from dpscope.flash.torch_side.shards import local_parts
 from dpscope.flash.update.captured_update import CapturedUpdate, Numbers, StepCounts
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource
-
-# Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
-PIECE_BYTES = 2**30
 
 _Value = TypeVar("_Value")
 
@@ -139,7 +136,7 @@ class FusedUpdate:
             waiting += _collect(batch, group_of, starts, pieces)
             as_gradients = batch.factors is not None
             del batch  # the next is made when it is asked for: nothing here holds what this one takes
-            if as_gradients or waiting >= PIECE_BYTES:
+            if as_gradients or waiting >= GROUP_BYTES:
                 self._apply(pieces, step)
                 waiting = 0
         self._apply(pieces, step)
@@ -193,18 +190,18 @@ class _Piece:
 
     group: _Group
     factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
 
     def split(
         self, values: Sequence[_Value], states: list[list[Tensor]]
     ) -> Iterator[tuple[_Value, _Piece, Sequence[list[Tensor]]]]:
-        """Split the piece and the columns of its states by equal values."""
-        for value, (parameters, sums, starts, *columns) in _split(
-            values, self.parameters, self.sums, self.starts, *states
-        ):
-            yield value, _Piece(self.group, self.factors, parameters, sums, starts), columns
+        """Split the piece and the columns of its states by equal values. Of shards, take this rank's parts."""
+        columns: list[list[Any]] = [self.parameters, self.sums, self.starts, *states]
+        for value, (parameters, sums, starts, *of_state) in _split(values, *columns):
+            piece = _Piece(self.group, self.factors, local_parts(parameters), sums, starts)
+            yield value, piece, list(map(local_parts, of_state))
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
@@ -255,9 +252,9 @@ def _sgd(piece: _Piece, step: _Step) -> None:
 
     for first, part, columns in piece.split(fresh, buffers):
         fused_sgd_(
-            local_parts(part.parameters),
+            part.parameters,
             part.sums,
-            local_parts(columns[0]) if columns else (),
+            *columns,
             first_step=first,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
@@ -283,13 +280,10 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     states = _state_columns(piece, step.state_of, _moments(group))
     for count, part, (counters, *columns) in piece.split(step.counts.next_values(states[0]), states):
         step.advance(counters, count)
-        exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
         fused_adam_(
-            local_parts(part.parameters),
+            part.parameters,
             part.sums,
-            exp_avgs,
-            exp_avg_sqs,
-            maxima[0] if maxima else (),
+            *columns,
             step=count,
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
@@ -317,7 +311,7 @@ def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> l
 
 
 def _with_moments(
-    state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], moments: Sequence[str]
+    state: dict[str, Any], parameter: Tensor, group: dict[str, Any], moments: Sequence[str]
 ) -> dict[str, Any]:
     if "step" not in state:
         where = parameter.device if group.get("fused") else "cpu"

@@ -10,7 +10,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.gradients import contributions as c
 from dpscope.flash.gradients.combination import combine, cross_terms
-from dpscope.flash.gradients.norms import Norms
+from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.kernels import triton_runtime
 
@@ -59,7 +59,7 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
     parts = [make(kind, batch, length, padding, rules) for kind, length in zip(kinds, lengths, strict=False)]
     truth = torch.stack([dense(part) for part in parts]).sum(0)
     scale = torch.rand(batch, dtype=torch.float64)
-    norms = Norms(1, batch, torch.device("cpu"))
+    norms = SquaredNorms(1, batch, torch.device("cpu"))
     merged = norms.add_parts(0, combine(parts, torch.float64, rules))
     torch.testing.assert_close(norms.result()[0], truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
     total = None

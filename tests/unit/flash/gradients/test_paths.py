@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.gradients import paths
 from dpscope.flash.gradients.memory_budget import MemoryBudget
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, Product, Room, Unfolded
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, Product, Unfolded
 from dpscope.flash.gradients.paths import choose_path as choose
 
 SIZES = st.integers(1, 5000)
@@ -58,7 +58,7 @@ def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(
         p,
         itemsize=itemsize,
         rounding=rounding,
-        room=Room.MORE if fits else Room.FREED,
+        room="more" if fits else "freed",
         width_freed=width_freed,
     )
     costs = decision.costs
@@ -72,7 +72,7 @@ def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(
 @given(batch=st.integers(2, 5000), length=st.integers(2, 5000), d=SIZES, p=SIZES, itemsize=st.sampled_from([2, 4]))
 def test_in_a_block_that_runs_again_nothing_is_kept(batch, length, d, p, itemsize):
     """Products for the norm are thrown away: they are worth no more than those of the direct path."""
-    decision = choose_path(batch, length, d, p, itemsize=itemsize, room=Room.NONE)
+    decision = choose_path(batch, length, d, p, itemsize=itemsize, room="none")
     assert decision.path == min((GRAM, DIRECT), key=lambda name: decision.costs[name].seconds)
     assert "runs again" in decision.reason
 
@@ -82,13 +82,13 @@ def test_in_a_block_that_runs_again_nothing_is_kept(batch, length, d, p, itemsiz
 @pytest.mark.parametrize(("batch", "length", "path"), [(2, 4096, KEEP), (4, 2048, KEEP), (8, 1024, KEEP)])
 @pytest.mark.parametrize("p", [2048, 8192])
 def test_long_samples_are_kept_where_there_is_room(batch, length, path, p):
-    assert choose_path(batch, length, 2048, p, itemsize=2, room=Room.MORE).path == path
+    assert choose_path(batch, length, 2048, p, itemsize=2, room="more").path == path
 
 
 @pytest.mark.parametrize(("batch", "length"), [(16, 512), (24, 384), (16, 256), (32, 256), (8, 256), (64, 64)])
 @pytest.mark.parametrize("p", [2048, 8192])
 def test_short_samples_are_not_kept_whatever_the_room(batch, length, p):
-    assert choose_path(batch, length, 2048, p, itemsize=2, room=Room.MORE).path == GRAM
+    assert choose_path(batch, length, 2048, p, itemsize=2, room="more").path == GRAM
 
 
 def test_what_is_kept_takes_the_place_of_the_output_gradient_and_of_nothing_else():
@@ -100,9 +100,9 @@ def test_what_is_kept_takes_the_place_of_the_output_gradient_and_of_nothing_else
 
 def test_float32_is_kept_sooner_and_tf32_is_normed_by_the_operands_it_holds():
     """Gram norms in float32 take three products on tensor cores, those of operands that TF32 holds take one."""
-    assert choose_path(8, 256, 2048, 2048, itemsize=4, room=Room.MORE).path == GRAM
-    assert choose_path(8, 1024, 2048, 2048, itemsize=4, room=Room.MORE).path == KEEP
-    assert choose_path(8, 1024, 2048, 2048, itemsize=4, rounding=2.0**-11, room=Room.MORE).path == KEEP
+    assert choose_path(8, 256, 2048, 2048, itemsize=4, room="more").path == GRAM
+    assert choose_path(8, 1024, 2048, 2048, itemsize=4, room="more").path == KEEP
+    assert choose_path(8, 1024, 2048, 2048, itemsize=4, rounding=2.0**-11, room="more").path == KEEP
     without_room = choose_path(8, 256, 2048, 2048, itemsize=4, rounding=2.0**-11)
     assert without_room.path == GRAM
     assert "TF32" in without_room.reason
@@ -112,7 +112,7 @@ def test_float32_is_kept_sooner_and_tf32_is_normed_by_the_operands_it_holds():
 
 
 @pytest.mark.parametrize(
-    "otherwise", [{"rounding": 2.0**-8}, {"unfolded": Unfolded(64, True, False)}, {"room": Room.NONE}], ids=str
+    "otherwise", [{"rounding": 2.0**-8}, {"unfolded": Unfolded(64, True, False)}, {"room": "none"}], ids=str
 )
 @pytest.mark.parametrize("forced", [None, GRAM])
 def test_rounded_products_are_not_normed_by_operands_that_their_sum_is_not_made_of(otherwise, forced):
@@ -121,7 +121,7 @@ def test_rounded_products_are_not_normed_by_operands_that_their_sum_is_not_made_
     assert decision.path == DIRECT
 
 
-class RoomLeft(MemoryBudget):
+class Room(MemoryBudget):
     def __init__(self, room: float) -> None:
         super().__init__(None, ())
         self.has, self.asked = room, []
@@ -136,11 +136,11 @@ def test_rules_ask_for_room_only_where_it_would_change_the_path():
     g = torch.empty(8, 1024, 8192, dtype=torch.bfloat16, device="meta")
     more = 2 * 8 * 2048 * 8192 + 4 * 8 * 1024 * 2048
     for room, path in ((more, KEEP), (more - 1, GRAM)):
-        budget = RoomLeft(room)
+        budget = Room(room)
         assert PathRules(None, budget).of_product((8, 1024, 2048), g).path == path
         assert budget.asked == [more]
     for batch, length, forced in ((16, 256, None), (1, 4096, None), (8, 1024, "gram"), (8, 1024, "keep")):
-        budget = RoomLeft(0)
+        budget = Room(0)
         PathRules(forced, budget).of_product((batch, length, 2048), g)
         PathRules(forced, budget).of_product((batch, length, 64), g, p=64)
         assert budget.asked == []
@@ -148,7 +148,7 @@ def test_rules_ask_for_room_only_where_it_would_change_the_path():
 
 def test_float16_gradients_are_stored_in_float32(monkeypatch):
     """Else the batch would decide whether a gradient above 65504 overflows."""
-    budget = RoomLeft(0)
+    budget = Room(0)
     g = torch.empty(4, 8192, 256, dtype=torch.float16, device="meta")
     decision = PathRules(None, budget).of_product(g.shape, g)
     assert decision.costs[KEEP].bytes_held == 4 * 4 * 256 * 256
@@ -208,7 +208,7 @@ def test_in_float32_room_is_left_for_what_attention_makes_and_with_tf32_for_copi
     for rounding, more in ((0.0, kept + beside), (2.0**-11, kept + beside + copies)):
         monkeypatch.setattr(paths, "operand_rounding", lambda device, rounding=rounding: rounding)
         monkeypatch.setattr(paths, "reads_tf32", lambda device: True)
-        budget = RoomLeft(0)
+        budget = Room(0)
         rules = PathRules(None, budget)
         for g in (wide, narrow):
             rules.of_product((8, 1024, 2048), g)
@@ -217,14 +217,14 @@ def test_in_float32_room_is_left_for_what_attention_makes_and_with_tf32_for_copi
 
 def test_small_products_are_not_kept_for_a_launch_of_their_own():
     """On an H200 such a launch takes the host 52 µs; Gram norms of all layers share one."""
-    assert choose_path(16, 512, 1024, 1024, itemsize=2, room=Room.MORE, normed=True).path == GRAM
-    assert choose_path(8, 1024, 2048, 2048, itemsize=2, room=Room.MORE, normed=True).path == KEEP
+    assert choose_path(16, 512, 1024, 1024, itemsize=2, room="more", normed=True).path == GRAM
+    assert choose_path(8, 1024, 2048, 2048, itemsize=2, room="more", normed=True).path == KEEP
 
 
 def test_a_convolution_keeps_products_that_are_cheaper_in_tf32():
     """28² positions, 3×3 of 128 channels: exact products take longer than the Gram matrices of stored patches."""
     exact, rounded = (
-        choose_path(64, 784, 1152, 128, unfolded=Unfolded(100352, True, in_tf32), room=Room.MORE).costs
+        choose_path(64, 784, 1152, 128, unfolded=Unfolded(100352, True, in_tf32), room="more").costs
         for in_tf32 in (False, True)
     )
     assert rounded[KEEP].seconds < exact[KEEP].seconds

@@ -18,7 +18,7 @@ from dpscope.flash.step.microbatch import MicroBatch
 @pytest.mark.parametrize(("copied", "sizes"), [(False, [3]), (True, [1, 1, 1])])
 def test_sums_of_what_was_copied_come_in_smaller_groups(copied, sizes, monkeypatch):
     """Memory that is not torch's, numpy's here, stands for a CUDA graph's."""
-    monkeypatch.setattr(microbatch, "GROUP_BYTES_OF_COPIES", 1)
+    monkeypatch.setattr(microbatch, "LEAST_GROUP_BYTES", 1)
     x, g = torch.randn(2, 6, 5), torch.randn(2, 6, 4)
     given = torch.from_numpy(g.numpy().copy()) if copied else g
     decision = PathRules(GRAM).of_product(x.shape, g)
