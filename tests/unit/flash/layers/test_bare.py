@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.layers import bare_use
+from dpscope.flash.layers import row_derivatives
 from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
 from tests.unit.flash.flash_models import sine_losses
 
@@ -347,11 +347,11 @@ class PositionBias(nn.Module):
 def test_what_all_blocks_make_of_a_parameter_is_pulled_back_once(monkeypatch):
     pulled = []
 
-    def pull(*given, _vjp=bare_use._vjp):
+    def pull(*given, _vjp=row_derivatives._vjp):
         pulled.append(given[0].shape)
         return _vjp(*given)
 
-    monkeypatch.setattr(bare_use, "_vjp", pull)
+    monkeypatch.setattr(row_derivatives, "_vjp", pull)
     model, batch = PositionBias(), {"x": torch.randn(4, 5, 6)}
     assert_exact(model, batch, sine_losses)
     model.zero_grad()
