@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 KIB = 2**10
 MIB = 2**20
@@ -91,3 +92,10 @@ def group_names(said: Iterable[tuple[str, str]]) -> dict[str, str]:
     for name, what in said:
         groups.setdefault(what, []).append(name)
     return {what: ", ".join(names) for what, names in groups.items()}
+
+
+def spread_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 10th and the 90th percentile."""
+    several = values if len(values) > 1 else [*values, *values]  # `quantiles` wants two
+    deciles = statistics.quantiles(several, n=10, method="inclusive")
+    return deciles[0], deciles[-1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dpscope.results.payloads.memory import TimingPayload
+from dpscope.units import spread_of
 
 Step = Callable[[], object]
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
@@ -63,13 +64,12 @@ class Timing:
         return statistics.median(self.step_ms)
 
     def to_dict(self) -> TimingPayload:
-        several = self.step_ms if len(self.step_ms) > 1 else self.step_ms * 2  # `quantiles` wants two
-        deciles = statistics.quantiles(several, n=10, method="inclusive")
+        low, high = spread_of(self.step_ms)
         return {
             "step_ms": self.step_ms,
             "median_ms": self.median_ms,
-            "p10_ms": deciles[0],
-            "p90_ms": deciles[-1],
+            "p10_ms": low,
+            "p90_ms": high,
             "mean_ms": statistics.fmean(self.step_ms),
         }
 

@@ -6,6 +6,7 @@ Whether a figure is doubtful is decided here alone, for every table, chart, figu
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from dpscope.results.identity import StepNumbers, hashable, identity_of, machine_of, size_in_words
 from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
 from dpscope.results.schema import Result
-from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
+from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput, spread_of
 from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import EAGERLY, LATER_DEFAULTS, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
@@ -89,7 +90,25 @@ class Row:
 
     @property
     def time_ratio(self) -> float | None:
+        """Ratio of step times; the median of ratios if the row was timed in turns with ordinary training."""
+        if self._ratios_in_turns and self.standard is not None:
+            return statistics.median(self._ratios_in_turns)
         return _ratio(self, self.standard, attrgetter("median_ms"))
+
+    @property
+    def ratio_spread(self) -> tuple[float, float] | None:
+        """10th and 90th percentile of the ratios, or how far the percentiles of both rows' times let them be apart."""
+        own, other = self.spread_ms, self.standard.spread_ms if self.standard else None
+        if self.standard is self:
+            return 1.0, 1.0
+        if self._ratios_in_turns:
+            return spread_of(self._ratios_in_turns)
+        return None if own is None or other is None or not other[0] else (own[0] / other[1], own[1] / other[0])
+
+    @property
+    def _ratios_in_turns(self) -> list[float]:
+        in_turns = self.timing.get("in_turns")
+        return in_turns["ratios"] if in_turns else []
 
     @property
     def memory_ratio(self) -> float | None:
@@ -97,7 +116,9 @@ class Row:
 
     @property
     def ratio_doubt(self) -> str:
-        """Reason why the ratio of times is doubtful: this row's times, or standard's."""
+        """Reason why the ratio of times is doubtful: this row's times, or standard's; the ratios taken in turns."""
+        if self._ratios_in_turns:
+            return doubt_of_times(self.ratio_spread, len(self._ratios_in_turns))
         return self._doubt_against(self.standard if self.median_ms is not None else None)
 
     @property

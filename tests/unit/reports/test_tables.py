@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.report import Report, compare_results
-from dpscope.reports.tables import group_by_size, worth_a_column
+from dpscope.reports.tables import UNSTEADY, group_by_size, worth_a_column
+from dpscope.results.schema import parse_result
 from dpscope.vocabulary.statuses import STATUSES
 
 
@@ -169,3 +170,18 @@ def test_only_what_varies_is_worth_a_column(make_result):
     rows = compare_results([make_result(dtype="fp32"), make_result(dtype="bf16")])
     assert worth_a_column(rows, ("dtype", "optimizer")) == ["dtype"]
     assert worth_a_column(rows[:1], ("dtype", "optimizer")) == []
+
+
+def test_the_ratio_of_a_row_timed_in_turns_is_the_median_of_its_pairs(make_result):
+    """Alone, the rows' times say 2×: the host was slow when one of them ran."""
+    ordinary, private = make_result(method="standard", median=10.0), make_result(method="flash", median=20.0)
+    pairs = [1.2, 1.1, 1.3, 1.2, 1.2, 1.15, 1.25, 1.2]
+    private = replace(private, timing={**private.timing, "in_turns": {"ratios": pairs, "steps": 5}})
+    assert parse_result(private.to_json()) == private
+    standard, flash = compare_results([ordinary, private])
+    assert flash.time_ratio == pytest.approx(1.2)
+    assert flash.ratio_spread == pytest.approx((1.135, 1.265))
+    assert not flash.ratio_doubt
+    assert (standard.time_ratio, standard.ratio_spread) == (1.0, (1.0, 1.0))
+    shaky = replace(private, timing={**private.timing, "in_turns": {"ratios": [1.0, 2.0] * 4, "steps": 5}})
+    assert compare_results([ordinary, shaky])[1].ratio_doubt == UNSTEADY

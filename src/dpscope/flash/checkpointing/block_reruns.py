@@ -81,13 +81,8 @@ class Reruns:
 
     def made(self, into: RunningSum | None) -> MadeSums:
         """Return the sums that were made in backward, added to running sums."""
-        made: MadeSums = {}
-        for batch in (batch for each in self._summed for batch in each.sums):
-            for parameter, total in batch.items():
-                before = into(parameter) if into else None
-                made[parameter] = total if before is None else before.add_(total)
-        self._summed = []
-        return made
+        summed, self._summed = self._summed, []
+        return dict(pair for each in summed for batch in each.sums for pair in batch.added(into).items())
 
     def hold_clashing(self, recorded: Recorded) -> None:
         """Run the clashing blocks, and add what their layers leave to what is recorded."""

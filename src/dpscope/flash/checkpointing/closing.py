@@ -96,9 +96,7 @@ def _reduce(
     ranks.meet_to_reduce()
     trained = [parameter for parameter in slots if parameter.requires_grad]
     for reduced, sums in ranks.reduction.reduce(trained, sums_of):
-        before = [into(parameter) if into else None for parameter in reduced]
-        added = [new if old is None else old.add_(new) for old, new in zip(before, sums, strict=True)]
-        yield SumBatch(reduced, added, None)
+        yield SumBatch(reduced, sums, None).added(into)
 
 
 def one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -7,7 +7,7 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -79,10 +79,17 @@ class SquaredNorms:
         squared, before = norms_squared.to(self._dtype), self._rows.get(group)
         self._rows[group] = squared if before is None else before + squared
 
-    def add_all(self, parts: list[tuple[Contribution, ...]], groups: Sequence[int]) -> None:
-        """Count the contributions of every parameter, given its group, and replace them by what is kept from now on."""
+    def add_all(
+        self, parts: list[tuple[Contribution, ...]], groups: Sequence[int], without: Collection[int] = ()
+    ) -> None:
+        """Count the contributions of every parameter, given its group, and replace them by what is kept from now on.
+
+        without: places of parameters that are counted already
+        """
         for index, (of_one, group) in enumerate(zip(parts, groups, strict=True)):
             part = of_one[0]
+            if index in without:
+                continue
             if self._rounds and len(of_one) == 1 and type(part) is Outer and self._is_truncated(part):
                 part = self._truncate(part)
                 parts[index] = (part,)

@@ -52,7 +52,7 @@ from dpscope.flash.kernels.tensor_lists import (
     read_words,
     size_at,
 )
-from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
+from dpscope.flash.kernels.triton_runtime import Backend, jit, tl, use_triton
 from dpscope.vocabulary.phases import OPTIMIZER_FAMILY, Launch, announce
 
 
@@ -196,7 +196,8 @@ def _update(
     if factors is not None:
         factors = checked_factors(factors, columns[1])
         columns = [columns[0], list(map(Tensor.contiguous, columns[1])), *columns[2:]]
-    params, sums, *states = columns
+    given, columns = columns, _in_order(columns, backend)
+    params, sums = columns[:2]
     numbers = numbers_of(noise_std=noise_std, grad_scale=grad_scale, **options)
     starts = noise_starts(params) if starts is None else starts
     stacked, samples = (None, 1) if factors is None else (1, len(factors))
@@ -218,12 +219,31 @@ def _update(
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in launch.members])
         announce(partial(_described, kernel.__name__, columns, factors, launch.members))
-    if not left:
-        return
-    if row is not None:
-        (seed, offset), numbers = read_words(row)
+    if left:
+        if row is not None:
+            (seed, offset), numbers = read_words(row)
+        stream = HostStream(seed, offset, [(starts[i], params[i].numel()) for i in left], backend)
+        _update_by_torch(columns, left, starts, stream, numbers, fallback, factors, maximize)
+    for column, original in zip(columns, given, strict=True):
+        if column is not sums and column is not original:
+            for tensor, written in zip(original, column, strict=True):
+                if tensor is not written:
+                    tensor.detach().copy_(written)
+
+
+def _update_by_torch(
+    columns: Sequence[Sequence[Tensor]],
+    left: Sequence[int],
+    starts: Sequence[int],
+    stream: HostStream,
+    numbers: Sequence[float],
+    fallback: Callable[..., None],
+    factors: Tensor | None,
+    maximize: bool,
+) -> None:
+    """Update the parameters `left`, which the kernels do not serve."""
+    params, sums, *states = columns
     noise_std, grad_scale, *numbers = numbers
-    stream = HostStream(seed, offset, [(starts[i], params[i].numel()) for i in left], backend)
     for i in sorted(left, key=starts.__getitem__):
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
@@ -236,6 +256,22 @@ def _update(
         with torch.no_grad():
             grad.mul_(-grad_scale if maximize else grad_scale)
             fallback(numbers, grad, param, *(state[i] for state in states))
+
+
+def _in_order(columns: Sequence[Sequence[Tensor]], backend: Backend) -> Sequence[Sequence[Tensor]]:
+    """Return the columns with copies of parameters, and their state, whose elements are in another order.
+
+    Weights in torch.channels_last are the common case. A kernel and a few copies take far less than torch's operators,
+    which make noise in dozens of small kernels.
+    """
+    odd = [i for i, parameter in enumerate(columns[0]) if not parameter.is_contiguous()]
+    if not odd or not use_triton(backend, columns[0][odd[0]].device, served=True):
+        return columns
+    copied = [list(column) for column in columns]
+    for column in copied:
+        for i in odd:
+            column[i] = column[i].detach().contiguous()
+    return copied
 
 
 def _described(

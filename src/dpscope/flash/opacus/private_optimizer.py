@@ -218,10 +218,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._meet_ranks(skips)
         if skips:
             self.clip_and_accumulate()
-            self._is_last_step_skipped = True
-        else:
-            self._is_last_step_skipped = False
-        return self._is_last_step_skipped
+        self._is_last_step_skipped = skips
+        return skips
 
     def _meet_ranks(self, skips: bool) -> None:
         """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""

@@ -5,7 +5,7 @@ Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -53,6 +53,12 @@ class SumBatch(NamedTuple):
     def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return pairs of a parameter and its sum, where sums need no factors."""
         return zip(self.parameters, self.tensors, strict=True)
+
+    def added(self, into: RunningSum | None) -> SumBatch:
+        """Return the running sums with these added to them; where there are none, these."""
+        before = [into(parameter) if into else None for parameter in self.parameters]
+        sums = [new if old is None else old.add_(new) for old, new in zip(before, self.tensors, strict=True)]
+        return SumBatch(self.parameters, sums, None)
 
 
 class CapturedBatch(NamedTuple):
@@ -119,29 +125,23 @@ class MicroBatch:
         for squared, some in normed:
             norms.add(squared, some)
         self._small = self._add_small(norms) if len(clip.bounds) > 1 else None
-        if self._small is None:
-            norms.add_all(self._parts, self._groups)
+        norms.add_all(self._parts, self._groups, without=() if self._small is None else self._small[0])
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.squared = norms.result()
         self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 
-    def _add_small(self, norms: SquaredNorms) -> tuple[list[int], GroupedKept] | None:
-        """Norm small per-sample gradients of all groups at once, and the rest by group. Return the former."""
+    def _add_small(self, norms: SquaredNorms) -> tuple[Collection[int], GroupedKept] | None:
+        """Norm small per-sample gradients of all groups at once. Return their places, and them."""
         alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
         small = {at: values for at, values in alone if values is not None and is_small(values)}
         if not small or sum(values.numel() for values in small.values()) > MOST:
             return None
-        others = [at for at in range(len(self._parts)) if at not in small]
-        chosen = [self._parts[at] for at in others]
-        norms.add_all(chosen, [self._groups[at] for at in others])
-        for at, of_one in zip(others, chosen, strict=True):
-            self._parts[at] = of_one
         together = GroupedKept(list(small.values()))
         for at, squared in zip(small, together.squares(), strict=True):
             norms.add_row(self._groups[at], squared)
-        return list(small), together
+        return dict.fromkeys(small), together  # not the values, which are released
 
     def _sum_small(self, into: RunningSum | None) -> SumBatch | None:
         """Return the sums of those, unless they are made already."""
@@ -152,11 +152,7 @@ class MicroBatch:
         totals = together.sums(self.clipping.scale, [self._groups[at] for at in places])
         for at in places:
             self._parts[at] = ()
-        parameters = [self.parameters[at] for at in places]
-        outs = [into(parameter) if into else None for parameter in parameters]
-        return SumBatch(
-            parameters, [new if old is None else old.add_(new) for old, new in zip(outs, totals, strict=True)], None
-        )
+        return SumBatch([self.parameters[at] for at in places], totals, None).added(into)
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """Yield the clipped sums: see `sum_parts`."""

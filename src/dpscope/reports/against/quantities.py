@@ -132,16 +132,10 @@ def _direction(relative: float) -> int:
 
 
 def _time(row: Row, source: str) -> tuple[Reading, Reading]:
-    own, standard = row.spread_ms, row.standard
-    reading = Reading(value=row.median_ms, spread=own, doubt=row.time_doubt, steps=row.steps)
-    if row.time_ratio is None or standard is None:
+    reading = Reading(value=row.median_ms, spread=row.spread_ms, doubt=row.time_doubt, steps=row.steps)
+    if row.time_ratio is None:
         return reading, Reading()
-    other, spread = standard.spread_ms, None
-    if standard is row:
-        spread = (1.0, 1.0)
-    elif own is not None and other is not None and other[0] > 0:
-        spread = (own[0] / other[1], own[1] / other[0])
-    return reading, Reading(value=row.time_ratio, spread=spread, doubt=row.ratio_doubt)
+    return reading, Reading(value=row.time_ratio, spread=row.ratio_spread, doubt=row.ratio_doubt)
 
 
 def peaks_by_source(row: Row) -> dict[str, float]:

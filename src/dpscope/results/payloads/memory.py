@@ -21,8 +21,16 @@ class CompilationPayload(TypedDict):
     recompiles: int  # graphs that were compiled during the timed steps
 
 
+class TurnsPayload(TypedDict):
+    """Blocks of steps that were timed in turns with ordinary training, in one process."""
+
+    ratios: list[float]  # of the medians of two neighbouring blocks, to ordinary training's
+    steps: int  # of a block
+
+
 class TimingPayload(TypedDict, total=False):
     compilation: NotRequired[CompilationPayload]
+    in_turns: NotRequired[TurnsPayload]  # of rows that are host-bound
     step_ms: list[float]
     median_ms: float
     p10_ms: float

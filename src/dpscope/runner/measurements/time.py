@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,15 +18,20 @@ from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
 from dpscope.instruments.trace.attribution import CollectiveBytes, busy_seconds, collective_time
 from dpscope.instruments.trace.capture import record
 from dpscope.instruments.trace.events import read_trace
-from dpscope.results.payloads.memory import Collective, MemoryPayload, RanksPayload, TimingPayload
+from dpscope.results.payloads.memory import Collective, MemoryPayload, RanksPayload, TimingPayload, TurnsPayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner.ranks import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
-from dpscope.units import format_ms, mib
+from dpscope.units import format_ms, format_ratio, mib, spread_of
 from dpscope.vocabulary.instruments import Schedule
+from dpscope.vocabulary.methods import STANDARD
+from dpscope.vocabulary.settings import EAGER
 
 BUSY = 2 / 3  # of a step; below, there is a note that the GPU waits
+TURNS = 8  # pairs of blocks; each method comes first in half of them
+BLOCK_MS = 250  # of a block, and at least `LEAST_STEPS`
+LEAST_STEPS = 3
 
 
 class RankFigures(TypedDict):
@@ -94,6 +100,19 @@ def notes_on_host(busy_ms: float, step_ms: float, method: str) -> list[Note]:
     return [{"topic": "host", "sentence": sentence, "busy_ms": busy_ms}]
 
 
+def notes_on_turns(timing: TimingPayload, method: str) -> list[Note]:
+    """Return a note on how the row's ratio was measured, if blocks of steps were timed in turns with standard."""
+    if "in_turns" not in timing:
+        return []
+    ratios, steps = timing["in_turns"]["ratios"], timing["in_turns"]["steps"]
+    low, high = map(format_ratio, spread_of(ratios))
+    sentence = (
+        f"× of {method} is the median of {len(ratios)} pairs of blocks of {steps} steps, in turns with standard in one "
+        f"process ({low} to {high}): alone, each row's time depends on how fast the host is at that moment."
+    )
+    return [{"topic": "in turns", "sentence": sentence}]
+
+
 def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -> RankFigures:
     """Measure the spec's steps in this process."""
     step = TrainingSteps(spec)
@@ -112,7 +131,10 @@ def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -
     memory = step.peak()
     share = _share_of_collectives(step, spec.device) if spec.gpus > 1 else None
     if spec.device == "cuda" and spec.world_size == 1 and not spec.cuda_graph:
-        notes += notes_on_host(busy_seconds(step) * 1e3, timing["median_ms"], spec.method)
+        notes += (waiting := notes_on_host(busy_seconds(step) * 1e3, timing["median_ms"], spec.method))
+        if waiting and spec.method != STANDARD and spec.compile == EAGER:
+            timing |= (found := time_in_turns(spec, step, timing["median_ms"], progress))
+            notes += notes_on_turns(found, spec.method)
     step.require_finite_losses()
     if spec.world_size == 1:
         step.require_finite()
@@ -123,6 +145,30 @@ def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -
         "collective_share": share,
         "notes": notes,
     }
+
+
+def time_in_turns(
+    spec: RunSpec, step: TrainingSteps, step_ms: float, progress: Progress = no_progress
+) -> TimingPayload:
+    """Time blocks of steps in turns with ordinary training, in this process.
+
+    A host-bound step is as fast as the host is at that moment, and hosts slow down and recover. In turns both methods
+    meet the same host. Nothing is returned if there is no memory for a second model.
+    """
+    try:
+        standard = TrainingSteps(replace(spec, method=STANDARD))
+        standard.warm_up()
+    except torch.OutOfMemoryError:
+        return {}
+    steps = max(LEAST_STEPS, round(BLOCK_MS / max(step_ms, 1e-3)))
+    ratios = []
+    for turn in range(TURNS):
+        progress("in turns with standard", turn + 1, TURNS)
+        order = (standard, step) if turn % 2 else (step, standard)
+        blocks = {each: time_steps(each, device=spec.device, warmup=1, steps=steps).median_ms for each in order}
+        ratios.append(blocks[step] / blocks[standard])
+    found: TurnsPayload = {"ratios": ratios, "steps": steps}
+    return {"in_turns": found}
 
 
 def _share_of_collectives(step: TrainingSteps, device: str) -> float:

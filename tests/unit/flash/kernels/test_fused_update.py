@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.tensor_lists import noise_starts
+from dpscope.vocabulary.phases import Launch, hearing
 from tests.unit.flash.kernels import kernel_references as reference
 from tests.unit.flash.kernels.noise_values import noise_values
 
@@ -308,3 +309,27 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         fused_sgd_(fresh(), fresh(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="max_exp_avg_sqs"):
         fused_adam_(fresh(), fresh(), zeros(), zeros(), step=1, lr=0.1, amsgrad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_in_another_memory_order_take_the_same_kernel(dtype: torch.dtype, backend: str) -> None:
+    """channels_last: their noise made by torch would be dozens of small kernels for each weight."""
+    if dtype == torch.float64 and backend == "triton":
+        pytest.skip("no kernel serves float64")
+    shapes = [(4, 3, 2, 5), (13, 7)]
+    params, sums = fresh(dtype, shapes), fresh(dtype, shapes)
+    twins = [param.clone() for param in params]
+    params[0] = params[0].to(memory_format=torch.channels_last)
+    states = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    plain = [[torch.zeros_like(param) for param in twins] for _ in range(2)]
+    assert not params[0].is_contiguous()
+    how: dict[str, Any] = {"step": 1, "lr": 0.1, "noise_std": 0.7, "grad_scale": 0.25, "seed": 5, "offset": 3}
+    launches: list[Launch] = []
+    with hearing(launches.append):
+        fused_adam_(params, sums, *states, **how, backend=backend)
+    fused_adam_(twins, sums, *plain, **how, backend=backend)
+    for found, wanted in zip([params, *states], [twins, *plain], strict=True):
+        for tensor, twin in zip(found, wanted, strict=True):
+            torch.testing.assert_close(tensor, twin)
+    assert params[0].is_contiguous(memory_format=torch.channels_last)
+    assert sum(len(launch.writes) for launch in launches) == (6 if backend == "triton" else 0)
