@@ -181,10 +181,11 @@ def test_a_registered_layer_is_exact_and_breaks_the_graph_only_if_it_says_backwa
     assert assert_compiled_exact(model, {"x": torch.randn(BATCH, 3, 5)}, squares).count == graphs
 
 
-def test_half_precision_of_autocast_is_that_of_eager_steps():
+@pytest.mark.parametrize("build", [lambda: Decoder(layers=1, tied=True), lambda: Checkpointed(layers=1)])
+def test_half_precision_of_autocast_is_that_of_eager_steps(build):
     def sums(*, compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model, batch = Decoder(layers=1, tied=True), token_batch(BATCH, 6)
+        model, batch = build(), token_batch(BATCH, 6)
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         with FlashEngine(called, max_grad_norm=0.3, path="gram") as engine:
             with torch.autocast("cpu", torch.bfloat16):
