@@ -102,14 +102,11 @@ class Attachment:
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Remove all taps inside the block. Guards on parameters stay."""
-        forwards = self._engine.forwards
         for tap in reversed(self.taps):
             tap.restore()
-        before, forwards.untapped = forwards.untapped, True
         try:
             yield
         finally:
-            forwards.untapped = before
             for tap in self.taps:
                 tap.install()
 

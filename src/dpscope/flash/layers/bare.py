@@ -43,6 +43,7 @@ from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.instance_method import instance_method
 
 
 class Bare(Proxy):
@@ -237,7 +238,7 @@ class BareTap(TapOfSamples):
 
     def _begin_early(self) -> None:
         self._end_early()  # of a call that was left before forward
-        if torch.is_grad_enabled() and not self.engine.forwards.untapped:
+        if torch.is_grad_enabled() and instance_method(self.module) is self:  # not taken off for the moment
             self._early = self._put_proxies()
 
     def _end_early(self) -> None:

@@ -95,7 +95,6 @@ class ForwardPasses:
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self._first_given: list[weakref.ref[Tensor]] = []  # what the first forward pass of the micro-batch was given
         self._warned_of_others = False
-        self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
         self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
         self.is_made_up = False  # the micro-batch: this process has no sample in it
