@@ -30,7 +30,7 @@ def round_products(monkeypatch: pytest.MonkeyPatch, kind: str = "tf32") -> None:
     monkeypatch.setattr(
         torch.Tensor, "addmm_", lambda out, a, b, **scales: addmm_(out, rounded(a), rounded(b), **scales)
     )
-    for module in (block_reruns, paths, gram_norms, microbatch, norms, scaled_sum):
+    for module in (block_reruns, paths, gram_norms, microbatch, scaled_sum):
         monkeypatch.setattr(module, "operand_rounding", lambda device: ROUNDING[kind])
     for module in (norms, paths):
         monkeypatch.setattr(module, "reads_tf32", lambda device: kind == "tf32")

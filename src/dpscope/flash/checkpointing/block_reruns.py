@@ -67,7 +67,11 @@ class Reruns:
             blocks.choices.apart[each.index] = each.shape
         self._clashing = _numbered(clashing)
         self._own = _numbered([each for each in self.passes if not each.sums])
-        names = [{at: blocks.names_in(each) for at, each in some.items()} for some in (self._clashing, self._own)]
+        inside = blocks.engine.ranks.names_inside
+        names = [
+            {at: {slot.name for slot in each.slots} | inside(each.module) for at, each in some.items()}
+            for some in (self._clashing, self._own)
+        ]
         self._orders = blocks.engine.ranks.agree_on_reruns(names)
 
     def __bool__(self) -> bool:
@@ -179,10 +183,6 @@ class BlockReruns:
 
     def _rounding_now(self) -> float:
         return operand_rounding(next(iter(self.engine.parameters)).device)
-
-    def names_in(self, each: BlockPass) -> set[str]:
-        """Return the names of the block's parameters; of a sharded model's, frozen ones too."""
-        return {slot.name for slot in each.slots} | self.engine.ranks.names_inside(each.module)
 
     @contextmanager
     def running(

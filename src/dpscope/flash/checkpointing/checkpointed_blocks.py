@@ -67,7 +67,7 @@ class CheckpointedBlock(Recorder):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.entered():
             if in_backward():
-                self.blocks.begin_run(self)
+                self.blocks.flush(but=self.open)
                 if self.open is not None and self.open.keeps_boundary:
                     self.open.input = self.blocks.reruns.note_input(args, kwargs)
                     if self.open.is_measured:
@@ -79,11 +79,6 @@ class CheckpointedBlock(Recorder):
         self.blocks.choices.note_layer(self.index, slot.module)
         if not self.blocks.gather(self.open, slot, contribution):
             super().add(slot, contribution)
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """True if its layers may not keep per-sample gradients."""
-        return self.open is not None or not self.keeps
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -153,7 +148,8 @@ class CheckpointedBlocks:
     def runs_again(self) -> bool:
         """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
         block = self._block
-        return self.reruns.is_running or self._is_norming or (block is not None and block.keeps_nothing)
+        keeps = block is None or (block.open is None and block.keeps)
+        return self.reruns.is_running or self._is_norming or not keeps
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -236,11 +232,6 @@ class CheckpointedBlocks:
             self._trained = sum(p.requires_grad for p in self.engine.parameters)
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
-    def begin_run(self, block: CheckpointedBlock) -> None:
-        """Begin a rerun of the block's forward in backward; close the run of another block first."""
-        if self._gathering is not block.open:
-            self.flush()
-
     @contextmanager
     def measuring(self, each: BlockPass) -> Iterator[None]:
         """Measure how much memory the block's forward adds when backward runs it."""
@@ -254,8 +245,7 @@ class CheckpointedBlocks:
 
     def gather(self, gathering: BlockPass | None, slot: Slot, contribution: Contribution) -> bool:
         """Take the contribution, if its block needs it. Return False if it is to be held."""
-        if gathering is not self._gathering:
-            self.flush()
+        self.flush(but=gathering)
         if gathering is None or not gathering.is_open:
             return False
         self._gathering = gathering
@@ -264,11 +254,14 @@ class CheckpointedBlocks:
         return True
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Take the norms of the block that backward has left, and free the contributions of its layers."""
-        done, self._gathering = self._gathering, None
-        if done is None:
+    def flush(self, but: BlockPass | None = None) -> None:
+        """Take the norms of the block that backward has left, and free the contributions of its layers.
+
+        but: a pass that backward may still be in
+        """
+        if self._gathering is None or self._gathering is but:
             return
+        done, self._gathering = self._gathering, None
         done.is_open = False
         if done.summed:
             if self._sum_now(done):

@@ -36,7 +36,11 @@ def close_sums(
     Sums over ranks travel before an update uses them: none is `factored`. Each rank gets its part of each parameter.
     """
     if ranks.several:
-        return _over_ranks(slots, ranks, micro, again, into)
+        made = again.made(None)
+        if not again:
+            return _reduce(slots, ranks, micro, made, lambda names: made, into)
+        with again.sums(micro, None) as sums_of:
+            return iter(list(_reduce(slots, ranks, micro, made, sums_of, into)))
     if micro is None:
         return _zeros(slots, set(), into)
     made = again.made(into)
@@ -70,16 +74,6 @@ def _zeros(slots: Slots, done: set[nn.Parameter], into: RunningSum | None) -> It
             yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)
 
 
-def _over_ranks(
-    slots: Slots, ranks: Ranks, micro: MicroBatch | None, again: Reruns, into: RunningSum | None
-) -> Iterator[SumBatch]:
-    made = again.made(None)
-    if not again:
-        return _reduce(slots, ranks, micro, made, lambda names: made, into)
-    with again.sums(micro, None) as sums_of:
-        return iter(list(_reduce(slots, ranks, micro, made, sums_of, into)))
-
-
 def _reduce(
     slots: Slots,
     ranks: Ranks,
@@ -88,6 +82,8 @@ def _reduce(
     sums_of_blocks: Callable[[Collection[str] | None], MadeSums],
     into: RunningSum | None,
 ) -> Iterator[SumBatch]:
+    """Yield the sums over all ranks. `made`: those of this rank that are made already."""
+
     def sums_of(some: Sequence[nn.Parameter]) -> MadeSums:
         again = sums_of_blocks({slots[parameter].name for parameter in some})
         found = {p: sums.pop(p) for sums in (made, again) for p in some if p in sums}

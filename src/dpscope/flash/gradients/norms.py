@@ -18,7 +18,7 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.combination import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.gradients.paths import DIRECT, GRAM, RANK1, exact_path
-from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
+from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
@@ -59,8 +59,7 @@ class SquaredNorms:
         self._rows: dict[int, Tensor] = {}  # (B,) by group
         self._of_all: list[Tensor] = []  # (G, B)
         self._sharing: dict[tuple[object, ...], tuple[int, Tensor, list[Tensor]]] = {}
-        self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
-        self._reads_tf32 = reads_tf32(device)
+        self._reads_tf32 = reads_tf32(device)  # the operands of float32 products
         self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[tuple[int, GramUnit]] = []
         self._kept: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -90,11 +89,13 @@ class SquaredNorms:
             part = of_one[0]
             if index in without:
                 continue
-            if self._rounds and len(of_one) == 1 and type(part) is Outer and self._is_truncated(part):
+            alone = len(of_one) == 1
+            truncates = self._reads_tf32 and alone  # a Gram norm is exact for operands that TF32 holds
+            if truncates and type(part) is Outer and part.g.dtype == torch.float32 and part.decision.path == GRAM:
                 part = self._truncate(part)
                 parts[index] = (part,)
                 self._share(group, part)
-            elif len(of_one) == 1 and part.decision is None:  # as most are, of hundreds in a step
+            elif alone and part.decision is None:  # as most are, of hundreds in a step
                 self.add_part(group, part)
             else:
                 parts[index] = self.add_parts(group, of_one)
@@ -134,10 +135,6 @@ class SquaredNorms:
                 self._share(group, part)
         else:
             self.add_row(group, part.norms_squared())
-
-    def _is_truncated(self, part: Outer) -> bool:
-        """Return True if the product is truncated to TF32, so that a Gram norm is exact for it."""
-        return part.decision.path == GRAM and part.g.dtype == torch.float32 and self._reads_tf32
 
     def _truncate(self, part: Outer) -> Outer:
         """Return operands truncated to TF32, if torch rounds them, so that the Gram norm and the sum agree.

@@ -328,12 +328,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._steps += 1
         counted = self.engine.state.observed
         self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
-        self._adapt(counted)
-
-    def _adapt(self, counted: float) -> None:
-        """Let an adaptive clipping rule change its bound for the next step."""
         clip = self.engine.clip
-        if clip.learns:
+        if clip.learns:  # from the noisy count, for the next step
             released = self.engine.ranks.add_up(counted, clip.count_noise() if self.noise_multiplier > 0 else 0.0)
             clip.end_step(released, self.expected_batch_size or 1)
 
