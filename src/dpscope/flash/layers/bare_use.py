@@ -149,10 +149,10 @@ class BareUse(_Seen):
         engine = self.tap.engine
         if isinstance(found, Patches) and slot_of(self.tap, q._base) is None:
             derived = self._derivative.contributions(engine, q, found)
-            for slot, contribution in derived:
-                if slot.why != self.why:
-                    slot.describe("derived", self.why, found.shapes)
-                engine.add(slot, contribution)
+            for trained, contribution in derived:
+                if trained.why != self.why:
+                    trained.describe("derived", self.why, found.shapes)
+                engine.add(trained, contribution)
             if derived:
                 return
         rows = _whole(found)

@@ -7,11 +7,9 @@ and kept. The gradient of x comes from torch's own kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
@@ -26,18 +24,6 @@ MOST_GROUPS = 65535
 """Of one image, for which torch's CUDA kernel gives the gradient of x: the limit of a launch's second dimension."""
 
 
-def _probe_layer_norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, (2,))
-
-
-def _probe_group_norm(x: Tensor) -> Tensor:
-    return F.group_norm(x, 1)
-
-
-def _probe_instance_norm(x: Tensor) -> Tensor:
-    return F.instance_norm(x)
-
-
 # Dimensions of the input, batch and channels included.
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
@@ -49,22 +35,22 @@ def _takes_whole_sums(tap: LayerTap, ctx: Any) -> bool:
 
 
 class NormTap(LayerTap):
-    """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
+    """A normalisation by an operator that autocast may run in float32."""
+
+    operator: str
 
     @property
     def eps(self) -> float:
         return cast("float", self.module.eps)
 
-    def norm_operands(
-        self, x: Tensor, probe: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def norm_operands(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return x, weight and bias as autocast would cast them for the operator."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         dtype = autocast_dtype(x)
         if dtype is None or x.dtype == torch.float64:
             return x, weight, bias
-        wanted = autocast_output_dtype(probe, x.device.type, x.dtype, dtype)
+        wanted = autocast_output_dtype(self.operator, x.device.type, x.dtype, dtype)
         if wanted == torch.float32:
             weight = weight if weight is None else weight.float()
             bias = bias if bias is None else bias.float()
@@ -72,6 +58,8 @@ class NormTap(LayerTap):
 
 
 class LayerNormTap(NormTap):
+    operator = "layer_norm"
+
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.LayerNorm)
         super().__init__(engine, name, module)
@@ -79,7 +67,7 @@ class LayerNormTap(NormTap):
         self.min_dim = len(self.shape) + 1
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.norm_operands(x, _probe_layer_norm)
+        x, weight, bias = self.norm_operands(x)
         output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
@@ -146,17 +134,17 @@ class GroupNormTap(NormTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         if isinstance(module, nn.GroupNorm):
-            self.probe, self._groups_name = _probe_group_norm, "num_groups"
+            self.operator, self._groups_name = "group_norm", "num_groups"
         else:
             assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-            self.probe, self._groups_name = _probe_instance_norm, "num_features"
+            self.operator, self._groups_name = "instance_norm", "num_features"
             self.min_dim = next(dim for cls, dim in _INSTANCE_NORM_DIMS.items() if isinstance(module, cls))
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
         return None  # a leading dimension more would be taken for channels
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.norm_operands(x, self.probe)
+        x, weight, bias = self.norm_operands(x)
         x = x.contiguous()
         batch, channels = x.shape[:2]
         positions = math.prod(x.shape[2:])
