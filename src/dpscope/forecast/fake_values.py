@@ -1,7 +1,7 @@
-"""Values of fake tensors which code may read: ids and masks of a batch, counters.
+"""Values of fake tensors which code may read: ids and masks of a batch, counters, short lists of the CPU.
 
 A value is an attribute of its fake tensor. Whole numbers and scalars that are made of known ones are computed on the
-CPU.
+CPU, and so are a few real numbers of the CPU itself: models make lists of drop-path rates by torch.linspace.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from dpscope.errors import UserError
 
 LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
+LARGEST_LIST = 256  # elements of real numbers on the CPU
 LARGEST_MADE = 2**18  # elements of such that are made of less: tables of positions, causal masks
 _VALUE = "known_value"
 _READ, _COMPARE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
@@ -53,7 +54,7 @@ def read(func: Any, args: Any) -> Any:
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Compute the value of an operator's result, if those of its arguments are known, and the result is small."""
-    if type(result) is FakeTensor and result.dim() and result.is_floating_point():
+    if type(result) is FakeTensor and not _may_be_read(result):
         return  # most of them
     known = _known_arguments(func, args, kwargs)
     if known is None or not _is_followed(result, known):
@@ -100,12 +101,17 @@ def _known_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 
 def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
-    """Return whether all results of an operator are small enough, and integers or scalars."""
+    """Return whether all results of an operator are small enough, and may be read."""
     made = _tensors(result)
     most = min(LARGEST_VALUE, max(LARGEST_MADE, 4 * sum(each.numel() for each in _tensors(known))))
-    return bool(made) and all(
-        each.numel() <= most and (not each.dim() or not each.is_floating_point()) for each in made
-    )
+    return bool(made) and all(each.numel() <= most and _may_be_read(each) for each in made)
+
+
+def _may_be_read(tensor: Tensor) -> bool:
+    """Return whether code may read a tensor like this: a scalar, whole numbers, or a short list of the CPU."""
+    if not tensor.dim() or not tensor.is_floating_point():
+        return True
+    return tensor.device.type == "cpu" and tensor.numel() <= LARGEST_LIST
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -99,7 +100,9 @@ def forecast_step(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
+    """Hide warnings, and torch's log of operators that do not take fake tensors: such an error is caught or told."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with warnings.catch_warnings(), patch.object(log, "disabled", True):
         warnings.simplefilter("ignore")
         yield
 

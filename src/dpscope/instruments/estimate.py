@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from dpscope.instruments.families import Sums, operator_family
 from dpscope.results.payloads.ncu import Ceilings, Estimate
@@ -164,10 +164,20 @@ _FORMULA_OF = {
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
-    formula = flop_registry.get(_FORMULA_OF.get(operator_name(func), func._overloadpacket))
-    if formula is None and operator_name(func) == "addmm_":
+    name = operator_name(func)
+    if name == "convolution_backward":
+        return _flops_of_convolution_backward(*args)
+    formula = flop_registry.get(_FORMULA_OF.get(name, func._overloadpacket))
+    if formula is None and name == "addmm_":
         formula = flop_registry[torch.ops.aten.addmm]
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _flops_of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
+    """Count as many operations for each gradient as forward takes. torch's formula for the weight's ignores groups."""
+    transposed, mask = options[4], options[7]
+    forward = conv_flop_count(list(x.shape), list(weight.shape), list(g.shape), transposed=transposed)
+    return int(forward * sum(mask[:2]))
 
 
 BLIND_SPOTS = (

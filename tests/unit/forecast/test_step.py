@@ -270,3 +270,37 @@ def test_ddp_takes_what_real_processes_take_for_their_buckets():
     row = RunSpec(workload=workload_of(mlp_workload), method="standard", batch_size=4, device="cuda")
     alone, ranked = (forecast_step(replace(row, gpus=gpus), H200).peak_bytes for gpus in (1, 2))
     assert ranked - alone == pytest.approx(buckets, abs=512)
+
+
+def repeating_workload():
+    """Attention over positions that are parameters, repeated for each head of each sample, as DeBERTa's is."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.query = nn.Parameter(torch.randn(2, 6, 4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            rows = self.query(x).repeat_interleave(2, 0)
+            return torch.bmm(rows, self.positions.repeat(len(x), 1, 1).transpose(1, 2)).view(len(x), -1)
+
+    return Workload(
+        model=Repeats,
+        batch=lambda seed, device: torch.randn(4, 5, 4, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def test_operands_that_do_not_fit_row_by_row_are_told_by_their_shapes(capfd):
+    """Without values they were taken to have rows of samples: the plan ended in an error, with torch's log of it."""
+    forecast_step(RunSpec(workload=workload_of(repeating_workload), method="flash", batch_size=4, device="cuda"), H200)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_may_read_a_short_list_that_it_made_on_the_cpu():
+    """As models do for their drop-path rates."""
+    with open_device(H200):
+        rates = torch.linspace(0, 0.2, 6, device="cpu").split([2, 4])
+        assert [x.tolist() for x in rates] == [pytest.approx([0.0, 0.04]), pytest.approx([0.08, 0.12, 0.16, 0.2])]
+        with pytest.raises(ReadsValues):
+            torch.linspace(0, 0.2, 6, device=DEVICE).tolist()

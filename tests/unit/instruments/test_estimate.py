@@ -192,6 +192,14 @@ def test_attention_reads_queries_keys_and_values_and_writes_no_square_matrix():
     assert row["flops"] == 2 * (2 * 2 * 64 * 64 * 8)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_each_gradient_of_a_grouped_convolution_takes_as_many_operations_as_its_forward(groups):
+    x, weight = torch.randn(2, 4, 5, 5, requires_grad=True), torch.randn(4, 4 // groups, 3, 3, requires_grad=True)
+    forward = 2 * 2 * 4 * (4 // groups) * 9 * 9  # 3 × 3 positions
+    estimate = estimate_traffic(lambda: F.conv2d(x, weight, groups=groups).sum().backward(), device="cpu")
+    assert [row["flops"] for row in estimate["kernels"]["rows"] if row["flops"]] == [2 * forward, forward]
+
+
 def test_tensors_elsewhere_are_not_this_devices_traffic():
     a = torch.randn(30)
     assert estimate_traffic(lambda: a + 1, device="cuda")["kernels"]["rows"] == []

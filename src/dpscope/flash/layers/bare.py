@@ -36,6 +36,7 @@ from dpscope.flash.layers.bare_use import (
     learn,
     name_of,
     operands_of,
+    rows_of_a_sample,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine
@@ -294,7 +295,9 @@ class BareTap(TapOfSamples):
         if isinstance(role, Constant):
             return self._constant(role, func, leaves, spec)
         if isinstance(role, Expanded):
-            args, kwargs = rebuild([leaf.samples() if type(leaf) is Bare else leaf for leaf in leaves], spec)
+            each = max(1, rows_of_a_sample(leaves, self.batch()))
+            given = [_rows_for(leaf, role, each) if type(leaf) is Bare else leaf for leaf in leaves]
+            args, kwargs = rebuild(given, spec)
             return func(*args, **kwargs)
         return self.apply(role, func, leaves, spec)
 
@@ -381,6 +384,14 @@ class BareTap(TapOfSamples):
                 self.engine.forwards.admit_call(role, dim, shared=False)
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
+
+
+def _rows_for(proxy: Bare, role: Expanded, each: int) -> Tensor:
+    """Return a row of the parameter for each row of the other operands, `each` for a sample."""
+    missing: Any = (None,) * max(0, role.dim - proxy.dim())
+    with_row = proxy[missing] if missing else proxy
+    rows: Tensor = with_row.samples()  # type: ignore[attr-defined]
+    return rows if each == 1 else rows.repeat_interleave(each, 0)
 
 
 _KEEP_ROWS = frozenset(("contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type", "type_as"))

@@ -57,8 +57,13 @@ class Constant(_Seen):
 class Expanded:
     """An operator that is given a row of the parameter for each sample: one that draws random numbers, or attention.
 
-    Its own derivative then gives each row its gradient, with the random numbers that it drew.
+    Its own derivative then gives each row its gradient, with the random numbers that it drew. If a sample has several
+    rows, such as windows of an image, all of them are given its row. A parameter with fewer than `dim` dimensions, as a
+    bias of attention may have, gets leading ones.
     """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
 
 
 class Unrelated:
@@ -294,10 +299,12 @@ def learn(
         if any(answer.is_complex() for answer in answers):
             return f"{called} gives complex numbers"
         bares = [operand.plain for operand in operands if isinstance(operand, Operand)]
-        if batch > 1 and all(plain.dim() and plain.shape[0] == 1 for plain in bares):
-            meets_rows = any(isinstance(x, Tensor) and x.dim() and x.shape[0] == batch for x in operands)
-            if meets_rows and (called in _ATTENTION or (not planned and _is_random(func, values, spec, answers))):
-                return Expanded()
+        attends = called in _ATTENTION
+        dim = max((x.dim() for x in operands if isinstance(x, Tensor)), default=1) if attends else 1
+        one_row = all(0 < plain.dim() < dim or (plain.dim() and len(plain) == 1) for plain in bares)
+        meets_rows = one_row and rows_of_a_sample(operands, batch) > 0
+        if meets_rows and (attends or (not planned and _is_random(func, values, spec, answers))):
+            return Expanded(dim)
         counts = {answer.shape[0] if answer.dim() else 0 for answer in answers}
         count = counts.pop()
         if counts or (count % batch if batch else count) or (batch and not count):
@@ -309,6 +316,12 @@ def learn(
 
 
 _ATTENTION = frozenset(("scaled_dot_product_attention",))
+
+
+def rows_of_a_sample(operands: list[Any], batch: int) -> int:
+    """Return how many rows of an operator's operands belong to a sample; 0 if none do."""
+    lengths = [len(x) for x in operands if isinstance(x, Tensor) and not isinstance(x, Proxy) and x.dim()]
+    return max([length // batch for length in lengths if length % batch == 0], default=0) if batch > 1 else 0
 
 
 def _is_random(func: Any, values: list[Any], spec: Any, answers: list[Tensor]) -> bool:
@@ -329,10 +342,10 @@ def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
 def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
     """Return which operands have a row for each sample: None if none has, a reason if that cannot be decided."""
     called = name_of(func)
-    if dry_run.current() is not None:  # no values to tell it from
-        rows = [batch == _row_count(operand) for operand in operands]
-        return rows if any(rows) else None
     choices = [(True, False) if batch == _row_count(operand) else (False,) for operand in operands]
+    if dry_run.current() is not None:  # there are no values, and shapes alone have to fit
+        by_shape = (rows for rows in product(*choices) if any(rows) and _fits_shapes(func, operands, spec, rows))
+        return next(map(list, by_shape), None)
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"
     fitting: list[tuple[bool, ...]] = []
@@ -369,6 +382,18 @@ def _fitting(
                     yield rows
             except Exception:  # operands do not fit together so
                 continue
+
+
+def _fits_shapes(func: Any, operands: list[Any], spec: Any, rows: tuple[bool, ...]) -> bool:
+    """Return whether one row of these operands gives one row of each answer."""
+    values = [operand.plain if isinstance(operand, Operand) else operand for operand in operands]
+    chosen = [value[:1] if row else value for value, row in zip(values, rows, strict=True)]
+    with torch.no_grad():
+        try:
+            pairs = zip(_answers(func, chosen, spec), _answers(func, values, spec), strict=True)
+            return all(answer.shape == (1, *whole.shape[1:]) for answer, whole in pairs)
+        except Exception:  # operands do not fit together so
+            return False
 
 
 def _agrees(func: Any, values: list[Any], spec: Any, whole: list[Tensor], rows: tuple[bool, ...], b: int) -> bool:

@@ -95,6 +95,13 @@ def attend(m, x):
     return F.scaled_dot_product_attention(x, x, x, attn_mask=m.p)
 
 
+def attend_in_windows(m, x):
+    """Two windows an image, three heads, as Swin has them."""
+    windows = m.inner(torch.cat([x, -x], 1)).view(2 * len(x), LENGTH, 3, WIDTH // 3).transpose(1, 2)
+    found = F.scaled_dot_product_attention(windows, windows, windows, attn_mask=m.p)
+    return found.reshape(len(x), -1)
+
+
 def normalised(m, x):
     return F.linear(x, m.size * m.direction / m.direction.norm(dim=1, keepdim=True))
 
@@ -123,6 +130,8 @@ FOLLOWED = {
     "where": lambda: Owner(lambda m, x: torch.where(x > 0, m.p, m.inner(x)), p=bare(WIDTH), inner=layer()),
     "layer norm": lambda: Owner(lambda m, x: F.layer_norm(x, (WIDTH,), m.w, m.b), w=bare(WIDTH), b=bare(WIDTH)),
     "attention bias": lambda: Owner(attend, p=bare(LENGTH, LENGTH)),
+    "attention bias of heads": lambda: Owner(attend_in_windows, p=bare(3, LENGTH, LENGTH), inner=layer()),
+    "attention bias in windows": lambda: Owner(attend_in_windows, p=bare(1, 3, LENGTH, LENGTH), inner=layer()),
     "weight norm": lambda: Owner(normalised, size=bare(3, 1), direction=bare(3, WIDTH)),
     "masked weight": lambda: Owner(
         lambda m, x: F.linear(x, m.w * m.mask), w=bare(3, WIDTH), mask=torch.ones(3, WIDTH).tril()
@@ -434,3 +443,28 @@ def test_hooks_find_ordinary_parameters_while_taps_are_taken_off():
         with engine.without_taps():
             model(torch.randn(3, 4))
     assert kinds == [Tensor]
+
+
+@pytest.mark.parametrize("name", ["attention bias", "attention bias of heads", "attention bias in windows"])
+def test_a_bias_of_attention_does_not_make_it_run_row_by_row(name):
+    model = FOLLOWED[name]()
+    with FlashEngine(model) as engine:
+        losses(model, {"x": torch.randn(4, LENGTH, WIDTH)}).sum().backward()
+        engine.finish()
+        assert "expand_rows" in next(row.why for row in engine.explain() if row.parameter == "p")
+
+
+def test_images_of_other_sizes_have_other_numbers_of_windows():
+    def attend(m, x):
+        windows = x.view(-1, LENGTH, WIDTH)  # as many as the image has
+        return F.scaled_dot_product_attention(windows, windows, windows, attn_mask=m.p).view(x.shape)
+
+    model = Owner(attend, p=bare(LENGTH, LENGTH))
+    with FlashEngine(model, max_grad_norm=0.1) as engine:
+        for windows in (2, 3, 1):
+            batch = {"x": torch.randn(4, windows, LENGTH, WIDTH)}
+            model.zero_grad()
+            private_step(engine, batch, losses)
+            with engine.without_taps():
+                truth = run_oracle(model, batch, one_loss(losses), max_grad_norm=0.1)
+            torch.testing.assert_close(model.p.grad, truth.clipped_sums["p"], rtol=1e-4, atol=1e-5)
