@@ -102,8 +102,7 @@ def as_number(value: Any) -> Any:
 def validate(module: nn.Module) -> None:
     try:
         require_module(module)
-        layout = layout_of(module)
-        Ladder(module if layout is None else layout.module).plan()
+        Ladder(layout_of(module).module).plan()
     except UserError as refusal:
         raise UnsupportedModelError(str(refusal)) from None
 

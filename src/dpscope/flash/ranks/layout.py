@@ -51,6 +51,11 @@ class Layout:
     mesh: Any  # DeviceMesh of sharded parameters, or None where they are whole on every rank
 
     @property
+    def is_spread(self) -> bool:
+        """True if several processes train the model."""
+        return self.wrapper is not None or self.mesh is not None
+
+    @property
     def module(self) -> nn.Module:
         """The model itself, without wrappers of DDP and torch.compile."""
         return original_of(self.given)
@@ -79,8 +84,8 @@ def require_initialised() -> None:
         raise UserError("the model is spread over processes, but torch.distributed is not initialised")
 
 
-def layout_of(model: nn.Module) -> Layout | None:
-    """Return how the model is spread; None if one process has all of it. Raise UserError for unsupported ways."""
+def layout_of(model: nn.Module) -> Layout:
+    """Return how the model is spread, perhaps not at all. Raise UserError for unsupported ways."""
     _refuse_wrappers(model)
     _refuse_devices(model)
     model = original_of(model) if class_names(original_of(model)).intersection(_REPLICATED) else model
@@ -93,7 +98,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     if wrapper is None and not sharded:
         if any(is_fsdp(part) for part in module.modules()):
             raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
-        return None
+        return Layout(None, model, None)
     require_initialised()
     if sharded and wrapper is not None:
         raise SHARDS_IN_DDP.error(name=sharded[0][0], kind=type(wrapper).__name__)

@@ -63,7 +63,7 @@ class Ranks:
         self.layout = layout
         self.given, self.wrapper = layout.given, layout.wrapper
         self.sharded = layout.mesh is not None
-        self.several = self.sharded or layout.wrapper is not None
+        self.several = layout.is_spread
         self.control = control
         self.reduction = Reduction(layout)
         control.models += 1
@@ -241,14 +241,12 @@ def ranks_of(model: nn.Module) -> Ranks:
     Raise UserError on all ranks if the layout cannot be trained, or differs between ranks.
     """
     if not is_spread(model):
-        layout_of(model)  # refuses what no process group is needed to refuse
-        return Ranks(Layout(None, model, None), Control())
+        return Ranks(layout_of(model), Control())
     reshard(model)
     require_initialised()
     link = control()
     with link.refusing_together():
         layout = layout_of(model)
-        assert layout is not None
     link.agree("the model", layout.describe())
     _agree_on_values(link, layout)
     return Ranks(layout, link)

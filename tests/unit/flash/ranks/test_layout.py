@@ -121,8 +121,8 @@ def test_what_cannot_be_trained_is_refused_by_name(name: str) -> None:
     assert not any("forward" in vars(module) and module is model for module in model.modules())
 
 
-def test_a_model_in_one_process_has_no_layout() -> None:
-    assert layout_of(make_model()) is None
+def test_a_model_in_one_process_is_not_spread() -> None:
+    assert not layout_of(make_model()).is_spread
 
 
 def test_a_model_on_two_devices_of_one_process_is_refused_unless_one_of_them_holds_nothing_that_trains() -> None:
@@ -130,4 +130,4 @@ def test_a_model_on_two_devices_of_one_process_is_refused_unless_one_of_them_hol
     with pytest.raises(UserError, match=r"0\.weight on cpu, 1\.weight on meta\. Put them on one device"):
         layout_of(model)
     model[1].requires_grad_(False)
-    assert layout_of(model) is None
+    assert not layout_of(model).is_spread

@@ -78,7 +78,7 @@ def test_a_sharded_model_is_refused_and_a_replicated_one_is_not():
     sharded = fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(UserError, match=r"sharded model .* takes torch 2\.7 or newer.*: use DistributedDataParallel$"):
         layout_of(sharded)
-    assert layout_of(DistributedDataParallel(make_model())) is not None
+    assert layout_of(DistributedDataParallel(make_model())).is_spread
 
 
 @pytest.mark.usefixtures("_old_torch", "_two_processes")
