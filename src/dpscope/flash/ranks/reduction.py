@@ -24,7 +24,8 @@ from dpscope.flash.ranks.layout import Layout, blocks
 from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
-AT_ONCE_BYTES = 2**28  # of whole sums that are made at once, before they are laid out for their owners
+# Bytes of sums that are made at once, of sharded parameters and of whole ones, whose buckets are small.
+AT_ONCE_BYTES = {True: 2**29, False: 2**28}
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
 
 # Its name since torch 2.13, and before.
@@ -137,9 +138,9 @@ class _Pieces:
     def take(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum of the next parameter; None if no backward pass of this rank has reached it."""
         if parameter not in self._piece:
-            piece = [self._left.popleft()]
+            piece, most = [self._left.popleft()], AT_ONCE_BYTES[is_sharded(parameter)]
             held = _bytes(piece[0])
-            while self._left and (held := held + _bytes(self._left[0])) <= AT_ONCE_BYTES:
+            while self._left and (held := held + _bytes(self._left[0])) <= most:
                 piece.append(self._left.popleft())
             self._piece, self._made = set(piece), dict(self._sums_of(piece))
         return self._made.pop(parameter, None)

@@ -41,7 +41,7 @@ def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
 def test_sums_of_several_buckets_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch makes the sums of equal layers, whatever buckets they travel in; a piece holds few of them."""
     monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
-    monkeypatch.setattr(reduction, "AT_ONCE_BYTES", 4 * 4 * 4 * 3)
+    monkeypatch.setitem(reduction.AT_ONCE_BYTES, False, 4 * 4 * 4 * 3)
     monkeypatch.setattr(reduction.dist, "all_reduce", lambda *args, **kwargs: None)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7)))
     asked = []
