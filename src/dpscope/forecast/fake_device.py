@@ -42,7 +42,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
     mode = _Mode(allocator)  # before the patches: it imports what looks at the functions that they replace
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
     with ExitStack() as stack:
-        for each in (*_patches(), patch.object(torch.UntypedStorage, "resize_", _resizing(allocator))):
+        for each in (*_patches(card), patch.object(torch.UntypedStorage, "resize_", _resizing(allocator))):
             stack.enter_context(each)
         stack.enter_context(fake_autocast())
         stack.enter_context(cuda_operators(card))
@@ -125,7 +125,7 @@ class FakeDevice:
         return fake
 
 
-def _patches() -> Iterator[Any]:
+def _patches(card: Card) -> Iterator[Any]:
     """Yield patches for calls that ask for a GPU on the way to a fake tensor."""
     make = torch.Tensor._make_subclass
 
@@ -140,6 +140,7 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    yield patch("torch.cuda.get_device_capability", lambda device=None: card.capability)
     yield patch("torch.cuda.default_generators", (torch.Generator(),))
     for name in ("init_gpu_context", "init_cuda_context"):  # which would take memory of a GPU that is here
         if hasattr(fake_tensor, name):

@@ -304,3 +304,8 @@ def test_a_model_may_read_a_short_list_that_it_made_on_the_cpu():
         assert [x.tolist() for x in rates] == [pytest.approx([0.0, 0.04]), pytest.approx([0.08, 0.12, 0.16, 0.2])]
         with pytest.raises(ReadsValues):
             torch.linspace(0, 0.2, 6, device=DEVICE).tolist()
+
+
+def test_a_model_that_asks_for_the_gpus_capability_is_told_that_of_the_card():
+    with open_device(CARDS["t4"]):
+        assert torch.cuda.get_device_capability() == (7, 5)
