@@ -238,7 +238,7 @@ def measure(row: Row, device: str) -> tuple[dict[str, Any], list[Loop]]:
         found[f"first_step_ms_{'flash' if private else 'standard'}"] = loop.block(1)
         loop.block(WARMUP)
         if private:
-            found["by_sample"] = [unit.name for unit in loop.engine.opaque_units()]
+            found["by_sample"] = [unit.name for unit in loop.engine.per_sample_modules()]
             loop.engine.verification.schedule.pause()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

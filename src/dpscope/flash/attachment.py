@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,17 +11,18 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.regions import Region, region_taps
+from dpscope.flash.compiled.region_taps import RootRegionTap, region_taps
+from dpscope.flash.compiled.regions import CompiledEngine
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
-from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.proxy import Unclipped
-from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
-from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
+from dpscope.flash.taps.root_taps import ZeroGradTap
+from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
 from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
 from dpscope.flash.torch_side.module_state import BufferWatch
@@ -39,7 +40,7 @@ class _KnownLayer:
 class Attachment:
     """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, engine: CompiledEngine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
@@ -75,44 +76,37 @@ class Attachment:
 
     def _tap(self) -> None:
         ladder = self._ladder
-        units = layers.plan(self._model, ladder.whole, ladder.followed)
-        refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
+        tapped = ladder.plan()
+        refuse_shards_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
         verification = self._engine.verification
-        verification.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
-        verification.followed = [unit.module for unit in units if unit.followed]
-        for unit in units:
-            tap = unit.make(self._engine, unit.name, unit.module)
+        verification.buffers = BufferWatch(self._model, [each.module for each in tapped if each.make is OpaqueTap])
+        verification.followed = [each.module for each in tapped if each.make is BareTap]
+        for name, module, make in tapped:
+            tap = make(self._engine, name, module)
             self._install(tap)
-            if isinstance(tap, OpaqueTap) and unit.module in ladder.whole:
-                tap.describe(f"torch.func.vmap over samples, because {ladder.whole[unit.module]}")
             if isinstance(tap, OpaqueTap):
-                tap.derives = unit.module in ladder.derived
+                tap.derives = module in ladder.derived
+                if module in ladder.whole:
+                    tap.describe(f"torch.func.vmap over samples, because {ladder.whole[module]}")
             if isinstance(tap, BareTap):
-                tap.places += ladder.strays_of(unit.module)
-                tap.constants = ladder.constants.setdefault(unit.module, set())
+                tap.places += ladder.strays_of(module)
+                tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
-        self._root = RootTap(self._engine, "", self._model)
-        self._root.region = Region(self._engine, self._root.original)
-        self._install(self._root)
-        for region in region_taps(self._engine, self._given, self._root):
-            self._install(region)
-        self._install(ZeroGradTap(self._engine, "", self._model))
-        self._install(ReplicaTap(self._model))
-        for tap in self._wrapper_taps():
-            self._install(tap)
-        self._note_layers(units)
+        self._root = RootRegionTap(self._engine, "", self._model)
+        regions = region_taps(self._engine, self._given, self._root)
+        others = (self._root, *regions, ZeroGradTap(self._engine, "", self._model), ReplicaTap(self._model))
+        for other in (*others, *self._wrapper_taps()):
+            self._install(other)
+        self._note_layers(tapped)
 
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Remove all taps inside the block. Guards on parameters stay."""
-        forwards = self._engine.forwards
         for tap in reversed(self.taps):
             tap.restore()
-        before, forwards.untapped = forwards.untapped, True
         try:
             yield
         finally:
-            forwards.untapped = before
             for tap in self.taps:
                 tap.install()
 
@@ -123,7 +117,7 @@ class Attachment:
         """
         changed = self._changed_layers()
         if changed:
-            return self.retap(changed, "it is no longer the layer that it was")
+            return self.retap(NotFollowed(changed, "it is no longer the layer that it was"))
         if all(type(module).forward is forward for module, forward in self._forwards.items()):
             return False
         self._engine.verification.forget()
@@ -149,15 +143,12 @@ class Attachment:
                     found.append(module)
         return found
 
-    def _note_layers(self, units: list[layers.Unit]) -> None:
+    def _note_layers(self, tapped: list[TappedModule]) -> None:
         self._layers = []
-        for unit in units:
-            cls = layers.own_class_of(unit.module) if unit.layer else None
-            if cls is not None:
-                names = unit.make.names  # type: ignore[attr-defined]
-                self._layers.append(
-                    _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
-                )
+        for _, module, make in tapped:
+            cls = layers.own_class_of(module)
+            if cls is not None and issubclass(make, LayerTap):
+                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
         self._classes = {layer.key for layer in self._layers}
         known = {layer.module for layer in self._layers}
         self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
@@ -183,19 +174,13 @@ class Attachment:
             if region.root is None:
                 self._install(region)
 
-    def retap(
-        self,
-        modules: Sequence[nn.Module],
-        reason: str,
-        *,
-        climb: bool = False,
-        strays: Collection[nn.Parameter] = (),
-    ) -> bool:
-        """Tap modules in the next way of the `Ladder`; return whether there is one.
+    def retap(self, misfit: NotFollowed) -> bool:
+        """Tap its modules in the next way of the `Ladder`; return whether there is one.
 
         Without modules, those whose parameters are followed are meant: perhaps a dimension equals the batch size by
         chance.
         """
+        modules, strays, reason = misfit.modules, misfit.strays, str(misfit).partition(". ")[0]
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
         self._ladder.followed.update(tap.module for tap in followed)
         expanded = list(self._engine.verification.expanded)
@@ -209,7 +194,7 @@ class Attachment:
             moved = self._ladder.move(own, reason, climb=False)
         else:  # layers that were given parameters, as if they were samples, are followed first
             moved = self._ladder.follow(expanded)
-            moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=climb)
+            moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=misfit.climb)
         if moved:
             self._untap()
             self._tap()

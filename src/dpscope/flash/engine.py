@@ -20,14 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
-from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
 from dpscope.flash.checkpointing.closing import close_sums, one_by_one
 from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
+from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
 from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
-from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
+from dpscope.flash.gradients.explanation import PathTable, PerSampleModule, describe_per_sample, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
 from dpscope.flash.gradients.slots import Slot, refuse_hooks
@@ -39,7 +40,7 @@ from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
-from dpscope.flash.taps.traced import GraphCast
+from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
@@ -117,20 +118,19 @@ class FlashEngine:
         self.state = StepState()
         self.padding = PaddingCount()
         self.cast = SharedCast()
-        self.graph_cast = GraphCast()
+        self.recorder = Recorder(self)
+        self.graphs = GraphRecorder(self)
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
-        self.block: CheckpointedBlock | None = None  # whose layers run now
-        self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
         self._attach(batch_size_of)
         self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
-        self.defers_sums = memory_budget is None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
+            self.recorder = BetweenBlocks(self.blocks)
             self.path_rules.runs_again = self.blocks.runs_again
 
     @property
@@ -235,11 +235,7 @@ class FlashEngine:
             if self.state.rows is not None:
                 raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
-        if self.blocks is not None and self.blocks.add(slot, contribution):
-            return
-        self.path_rules.budget.begin_backward()
-        self.state.record(slot)
-        slot.add(contribution)
+        self.recorder.add(slot, contribution)
 
     def without_taps(self) -> AbstractContextManager[None]:
         """Return a context in which the model is as it was before the engine was attached."""
@@ -251,11 +247,11 @@ class FlashEngine:
 
     def run_by_loop(self) -> bool:
         """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
-        units = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
-        for tap in units:
+        changed = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
+        for tap in changed:
             tap.by_loop = True
             tap.describe("a loop over samples, because vmap failed in backward")
-        return bool(units)
+        return bool(changed)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that require a gradient, by name."""
@@ -463,7 +459,7 @@ class FlashEngine:
         trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)
         return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "", measured=measured)
 
-    def opaque_units(self) -> list[OpaqueUnit]:
+    def per_sample_modules(self) -> list[PerSampleModule]:
         """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
         opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
-        return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
+        return describe_per_sample(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dpscope.flash import make_graphed_step
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units, own_parameters
+from dpscope.flash.gradients.explanation import PerSampleModule, costly_modules, own_parameters
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
@@ -23,14 +23,14 @@ from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
 OPAQUE = "opaque modules"
 
 
-def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
+def note_on_per_sample(modules: Sequence[PerSampleModule], batch_size: int) -> list[Note]:
     """Return a note on modules that torch.func.vmap makes costly: which, what it costs, what to write instead."""
-    costly = costly_units(units)
+    costly = costly_modules(modules)
     if not costly:
         return []
     first, more = costly[0], len(costly) - 1
-    kept = sum(unit.bytes_a_sample for unit in costly)  # the sentence is the same at every size, and is told once
-    share = sum(unit.share for unit in costly)
+    kept = sum(each.bytes_a_sample for each in costly)  # the sentence is the same at every size, and is told once
+    share = sum(each.share for each in costly)
     kind, own = type(first.module).__name__, ", ".join(own_parameters(first.module))
     names = name_module(first.name, first.module) + (f" and {more} more module{'s' * (more > 1)}" if more else "")
     how, why = "through torch.func.vmap", f"because {kind} owns {own} itself"
@@ -42,7 +42,7 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
     )
     if first.instead:
         sentence += f" To avoid it, {first.instead} (docs/flash-how-it-works.md)."
-    data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": batch_size * kept}
+    data = {"modules": [each.name for each in costly], "parameter_share": share, "kept_bytes": batch_size * kept}
     return [{"topic": OPAQUE, "sentence": sentence, **data}]
 
 
@@ -78,7 +78,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine.verification.schedule.pause()
 
     def notes(self) -> list[Note]:
-        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
+        return note_on_per_sample(self.engine.per_sample_modules(), self.settings.batch_size)
 
     def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)

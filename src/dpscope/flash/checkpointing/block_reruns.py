@@ -26,7 +26,7 @@ from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MadeSums, MicroBatch, RunningSum
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
@@ -137,14 +137,28 @@ def _numbered(passes: Sequence[BlockPass]) -> dict[tuple[int, int], BlockPass]:
     return found
 
 
+class RerunRecorder(Recorder):
+    """Recorder of a block that runs again for the parameters `slots`."""
+
+    sums_at_once = True
+
+    def __init__(self, engine: Engine, slots: Sequence[Slot]) -> None:
+        super().__init__(engine)
+        self.left: Left = {slot: [] for slot in slots}
+        self.wanted = frozenset(slots)
+
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        if slot in self.left:  # layers that backward came to when it had left the block are held
+            self.left[slot].append(contribution)
+
+
 class BlockReruns:
-    """Reruns of checkpointed blocks. `take` receives contributions while blocks run again."""
+    """Reruns of checkpointed blocks."""
 
     def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
         self.devices = cuda_devices(engine.model)
-        self.take: Callable[[Slot, Contribution], None] | None = None
         self.is_running = False
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -203,7 +217,6 @@ class BlockReruns:
     def _end(self) -> None:
         engine = self.engine
         self.is_running = engine.forwards.rerunning = False
-        self.take = engine.wanted = None
 
     def _compare(self, finished: list[Finished], finite: Tensor | None) -> None:
         before = [each.fingerprint for each, _ in finished if each.fingerprint is not None]
@@ -219,19 +232,11 @@ class BlockReruns:
     @torch.no_grad()
     def _run_one(self, each: BlockPass, use: TakeLayers, anchor: Tensor) -> dict[str, Tensor]:
         """Run one block again and return the projections of its layers' inputs and gradients."""
-        left: Left = {slot: [] for slot in each.slots}
-        self.engine.wanted = left.keys()
-
-        def take(slot: Slot, part: Contribution) -> None:
-            if slot in left:  # layers that backward came to when it had left the block are held
-                left[slot].append(part)
-
-        self.take = take
-        each.run_again(anchor, self.choices.name(each.index))
-        projected = project(left)
-        found = {slot: parts for slot, parts in left.items() if parts}
-        left.clear()
-        use(found)
+        recorder = RerunRecorder(self.engine, each.slots)
+        with recorder.entered():
+            each.run_again(anchor, self.choices.name(each.index))
+        projected = project(recorder.left)
+        use({slot: recorder.left.pop(slot) for slot, parts in list(recorder.left.items()) if parts})
         return projected
 
     def _refuse_changes(self, each: BlockPass) -> None:

@@ -26,7 +26,7 @@ from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
-from dpscope.flash.taps.taps import Engine
+from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -40,14 +40,17 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 class BlockEngine(Engine, Protocol):
     """Interface of the engine that the blocks belong to."""
 
-    block: CheckpointedBlock | None
-
     def micro_batch(self, recorded: Recorded, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
 @dataclass(eq=False)
-class CheckpointedBlock:
-    """One call of torch.utils.checkpoint.checkpoint in a forward pass; stands for the function that it was given."""
+class CheckpointedBlock(Recorder):
+    """One call of torch.utils.checkpoint.checkpoint in a forward pass; stands for the function that it was given.
+
+    It is the recorder of the layers that run in it.
+    """
+
+    sums_at_once = True
 
     blocks: CheckpointedBlocks
     index: int
@@ -58,8 +61,11 @@ class CheckpointedBlock:
     open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
     keeps: bool = True  # its layers may keep per-sample gradients
 
+    def __post_init__(self) -> None:
+        super().__init__(self.blocks.engine)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.running():
+        with self.entered():
             if in_backward():
                 self.blocks.flush(but=self.open)
                 if self.open is not None and self.open.keeps_boundary:
@@ -69,11 +75,10 @@ class CheckpointedBlock:
                             return self.function(*args, **kwargs)
             return self.function(*args, **kwargs)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Treat layers that run inside the context as the block's."""
-        with temporarily(self.blocks.engine, block=self):
-            yield
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        self.blocks.choices.note_layer(self.index, slot.module)
+        if not self.blocks.gather(self.open, slot, contribution):
+            super().add(slot, contribution)
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -89,6 +94,20 @@ class CheckpointedBlock:
                 leaves[at] = leaf
             return pytree.tree_unflatten(leaves, spec)
         return outputs
+
+
+class BetweenBlocks(Recorder):
+    """Recorder of layers outside of checkpointed blocks."""
+
+    sums_at_once = True
+
+    def __init__(self, blocks: CheckpointedBlocks) -> None:
+        super().__init__(blocks.engine)
+        self.blocks = blocks
+
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        self.blocks.flush()
+        super().add(slot, contribution)
 
 
 class Boundary(torch.autograd.Function):
@@ -121,9 +140,14 @@ class CheckpointedBlocks:
         self._is_norming = False
         engine.state.when_dropped(self.clear)
 
+    @property
+    def _block(self) -> CheckpointedBlock | None:
+        """The block whose layers run now."""
+        return self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
+
     def runs_again(self) -> bool:
         """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
-        block = self.engine.block
+        block = self._block
         keeps = block is None or (block.open is None and block.keeps)
         return self.reruns.is_running or self._is_norming or not keeps
 
@@ -143,7 +167,7 @@ class CheckpointedBlocks:
         self.reruns.begin_micro_batch()
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        outer = self.engine.block
+        outer = self._block
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -219,15 +243,8 @@ class CheckpointedBlocks:
             if before is not None and now is not None:
                 each.activations = max(0, now.current - before.current)
 
-    def add(self, slot: Slot, contribution: Contribution) -> bool:
-        """Take the contribution, if a block needs it. Return False if it is to be held."""
-        if self.reruns.take is not None:
-            self.reruns.take(slot, contribution)
-            return True
-        block, gathering = self.engine.block, None
-        if block is not None:
-            self.choices.note_layer(block.index, slot.module)
-            gathering = block.open
+    def gather(self, gathering: BlockPass | None, slot: Slot, contribution: Contribution) -> bool:
+        """Take the contribution, if its block needs it. Return False if it is to be held."""
         self.flush(but=gathering)
         if gathering is None or not gathering.is_open:
             return False

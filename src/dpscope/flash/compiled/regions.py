@@ -16,72 +16,85 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.flash.compiled.traced import GraphCalls, GraphRecorder, Leaves
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.taps.root_taps import RootTap
-from dpscope.flash.taps.taps import Engine, EngineTap, LayerTap, Spec, check_backward
-from dpscope.flash.taps.traced import Handed
+from dpscope.flash.taps.recorder import Engine, Recorder, is_recording, note_call
+from dpscope.flash.taps.taps import LayerTap, Spec
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nodes_behind
 from dpscope.flash.torch_side.checkpoint_calls import watching
-from dpscope.flash.torch_side.frames import is_wrapper, original_of
-from dpscope.flash.torch_side.instance_method import instance_method
-from dpscope.flash.torch_side.torch_version import require_for_compiled
 
 _TICKET = Spec((), torch.float32)
 
 
+class CompiledEngine(Engine, Protocol):
+    """Interface of the engine for compiled parts of its model."""
+
+    graphs: GraphRecorder
+
+
 class TappedCall(NamedTuple):
-    """One call of a layer. given: its input, which may have one row for all samples; x and y: with a row for each."""
+    """One call of a layer. given: its input, which may have one row for all samples; pieces: as in `piece_specs`."""
 
     tap: LayerTap
     given: Spec
-    x: Spec
-    y: Spec
+    pieces: tuple[Spec | None, ...]
     device: torch.device
     checkpointed: bool
 
+    def leaves(self) -> list[Spec]:
+        """Return shapes and dtypes of its capture leaves."""
+        ticket = [_TICKET] if self.checkpointed else []
+        return [_as_leaf(piece) for piece in self.pieces if piece is not None] + ticket
 
-class CallShapes:
-    """Shapes of every tapped call of an eager run."""
 
-    def __init__(self, batch: int) -> None:
+class CallShapes(Recorder):
+    """Recorder of the shapes of every tapped call in an eager run without gradients."""
+
+    def __init__(self, engine: CompiledEngine, batch: int) -> None:
+        super().__init__(engine)
         self.batch = batch
         self.calls: list[TappedCall] = []
         self.checkpoints = 0  # that run now
         self.complete = True  # of each layer's calls it is known that rows are samples
 
-    def call(self, tap: LayerTap, x: Tensor) -> Any:
+    def call_without_gradients(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,) = (*args, *kwargs.values())
+        return self._call(tap, x)
+
+    def _call(self, tap: LayerTap, x: Tensor) -> Any:
         """Run a layer on x as a graph would: an output that all samples share has a row for each."""
-        if True not in tap.live():
+        live = tap.live()
+        if True not in live:
             return tap.original(x)
         blocks = tap.blocks_in(x, self.batch)
         if blocks is not None:
-            return self.call(tap, blocks).flatten(0, 1)
+            return self._call(tap, blocks).flatten(0, 1)
         tap.admit(x)
         shared = x.shape[0] == 1 != self.batch
         y: Tensor = tap.call_original(x)
-        self._note(tap, x, y, shared=shared)
+        self._note(tap, x, y, live, shared=shared)
         return y.expand(self.batch, *y.shape[1:]) if shared and y.dim() and y.shape[0] == 1 else y
 
-    def _note(self, tap: LayerTap, x: Tensor, y: Tensor, *, shared: bool) -> None:
+    def _note(self, tap: LayerTap, x: Tensor, y: Tensor, live: Sequence[bool], *, shared: bool) -> None:
         if not tap.is_traceable() or x.shape[0] not in (1, self.batch):
             return
         if self.batch > 1 and x.dim() not in (tap.shared if shared else tap.known):
             self.complete = False
             return
         x = tap.prepare(x)
-        given = Spec(tuple(x.shape), x.dtype)
-        of_all = Spec((self.batch, *x.shape[1:]), x.dtype), Spec((self.batch, *y.shape[1:]), y.dtype)
-        self.calls.append(TappedCall(tap, given, *of_all, x.device, self.checkpoints > 0))
+        of_x, of_y = (Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y))  # a row for each sample
+        pieces = tap.piece_specs(of_x, of_y, live)
+        call = TappedCall(tap, Spec(tuple(x.shape), x.dtype), pieces, x.device, self.checkpoints > 0)
+        self.calls.append(call)
 
     def note_checkpoint(self, checkpoint: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         self.checkpoints += 1
@@ -91,56 +104,31 @@ class CallShapes:
             self.checkpoints -= 1
 
 
-class Share(NamedTuple):
-    """Share of one call in a handout. `pieces` are in the tap's order, None where it needs none."""
-
-    call: TappedCall
-    pieces: tuple[Spec | None, ...]
-
-    def specs(self) -> list[Spec]:
-        ticket = [_TICKET] if self.call.checkpointed else []
-        return [piece for piece in self.pieces if piece is not None] + ticket
+def _as_given(piece: Tensor, spec: Spec) -> Tensor:
+    return piece if spec.dtype.is_floating_point else piece.to(spec.dtype)
 
 
-class PieceLayout:
-    """The shares of all calls, and where each has its own in the sequence of all capture leaves."""
+def _as_leaf(piece: Spec) -> Spec:
+    """Return shape and dtype of the capture leaf for a piece. No graph gives integers out as a gradient."""
+    return piece if piece.dtype.is_floating_point else Spec(piece.shape, torch.float64)
+
+
+class CallPlan:
+    """The tapped calls of a forward, and where each has its own in the sequence of all capture leaves."""
 
     def __init__(self, calls: Sequence[TappedCall]) -> None:
-        self.shares: list[Share] = []
+        # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
+        times = Counter(call.tap for call in calls)
+        self.uncounted = {call.tap for call in calls if call.checkpointed}
+        self.calls = [call for call in calls if call.tap not in self.uncounted or times[call.tap] == 1]
+        self.unreached: set[TappedCall] = set()  # of which backward is known to leave nothing
         self.zeros: list[Tensor] = []  # of which capture leaves are made
         self.of_taps: dict[LayerTap, list[tuple[Tensor, slice]]] = {}
-        for call in calls:
-            live = call.tap.live()
-            if True not in live:
-                continue
-            share = Share(call, call.tap.piece_specs(call.x, call.y, live))
+        for call in self.calls:
             first = len(self.zeros)
-            self.zeros += [_zeros(spec, call.device) for spec in share.specs()]
-            self.shares.append(share)
+            self.zeros += [_zeros(spec, call.device) for spec in call.leaves()]
             place = slice(first, len(self.zeros))
             self.of_taps.setdefault(call.tap, []).append((_zeros(call.given, call.device), place))
-
-
-@dataclass
-class CallPlan:
-    """The tapped calls of a forward, and their layout for each choice of trained parameters."""
-
-    calls: list[TappedCall]
-    unreached: set[TappedCall] = field(default_factory=set)  # of which backward is known to leave nothing
-    _layouts: dict[tuple[bool, ...], PieceLayout] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
-        times = Counter(call.tap for call in self.calls)
-        uncounted = {call.tap for call in self.calls if call.checkpointed}
-        self.calls = [call for call in self.calls if call.tap not in uncounted or times[call.tap] == 1]
-        self._parameters = [slot.parameter for call in self.calls for slot in call.tap.slots if slot is not None]
-
-    def layout(self) -> PieceLayout:
-        trained = tuple([parameter.requires_grad for parameter in self._parameters])
-        if trained not in self._layouts:
-            self._layouts[trained] = PieceLayout(self.calls)
-        return self._layouts[trained]
 
 
 def _zeros(spec: Spec, device: torch.device) -> Tensor:
@@ -154,42 +142,36 @@ class Handout:
     reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
     """
 
-    def __init__(self, engine: Engine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
+    def __init__(self, engine: CompiledEngine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
         self.engine = engine
         self._plan = plan
         self._reached = reached
-        self.layout = plan.layout()
-        self.shares = self.layout.shares
+        self.calls, self.zeros = plan.calls, plan.zeros
         self.used: Counter[LayerTap] = Counter()  # calls that graphs hold, where they are counted
-        self.generation = engine.state.generation
-        self.block = engine.block
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Give taps their capture leaves inside the block, and their earlier ones afterwards."""
-        leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        leaves = Receiver.apply(self.engine.anchor.tensor, self) if self.calls else ()  # type: ignore[no-untyped-call]
         before, end = [], len(leaves)
-        for tap, calls in self.layout.of_taps.items():
+        for tap, calls in self._plan.of_taps.items():
             tap.check_parameters()
-            before.append((tap, tap.handed, tap.calls, tap.counted))
-            tap.handed = tuple([Handed(like, leaves[place], place.stop == end) for like, place in calls])
-            tap.calls = 0
-        for share in self.shares:
-            if share.call.checkpointed:
-                share.call.tap.counted = False
+            before.append((tap, tap.graph_calls))
+            handed = tuple([Leaves(like, leaves[place], place.stop == end) for like, place in calls])
+            tap.graph_calls = GraphCalls(handed, counted=tap not in self._plan.uncounted)
         try:
             yield
         finally:
-            for tap, handed, count, counted in before:
-                self.used[tap] = tap.calls
-                tap.handed, tap.calls, tap.counted = handed, count, counted
-            self.engine.graph_cast.clear()
+            for tap, earlier in before:
+                self.used[tap] = tap.graph_calls.used
+                tap.graph_calls = earlier
+            self.engine.graphs.last_cast.clear()
             self._note_parameters()
 
     def _note_parameters(self) -> None:
         verification = self.engine.verification
         if verification.followed:
-            used = [share.call.tap for share in self.shares if share.call.checkpointed or self.used[share.call.tap]]
+            used = [call.tap for call in self.calls if call.checkpointed or self.used[call.tap]]
             verification.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
 
     @torch.no_grad()
@@ -199,18 +181,18 @@ class Handout:
         seen: Counter[LayerTap] = Counter()
         tickets: list[tuple[LayerTap, Tensor]] = []
         missing: list[TappedCall] = []
-        with no_autocast(self.shares[0].call.device.type):
-            for share in self.shares:
-                tap = share.call.tap
+        with no_autocast(self.calls[0].device.type):
+            for call in self.calls:
+                tap = call.tap
                 seen[tap] += 1
-                size = len(share.specs())
+                size = len(call.leaves())
                 arrived = [each for each in (left.pop() for _ in range(size)) if each is not None]
                 if len(arrived) == size:
-                    self._record(share, arrived, tickets)
+                    self._record(call, arrived, tickets)
                 elif arrived:
                     self._refuse_lost(tap)
-                elif share.call.checkpointed or seen[tap] <= self.used[tap]:
-                    missing.append(share.call)
+                elif call.checkpointed or seen[tap] <= self.used[tap]:
+                    missing.append(call)
                 del arrived
         if tickets:
             self._check_tickets(tickets)
@@ -225,20 +207,20 @@ class Handout:
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)
             for tap, count in lost.items():
-                calls = sum(share.call.tap is tap for share in self.shares)
+                calls = sum(call.tap is tap for call in self.calls)
                 if reached[tap] > calls - count:
                     self._refuse_lost(tap)
             self._plan.unreached.update(new)
 
-    def _record(self, share: Share, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
-        tap = share.call.tap
-        if share.call.checkpointed:
-            tickets.append((tap, arrived.pop()))
+    def _record(self, call: TappedCall, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
+        if call.checkpointed:
+            tickets.append((call.tap, arrived.pop()))
         # Lazily negated: kernels that read memory by its address would see the other sign.
         pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
         arrived.clear()
-        # A graph may give one tensor out for two calls.
-        tap.record([None if spec is None else next(pieces) for spec in share.pieces], owned=False)
+        # A graph may give one tensor out for two calls, and integers as float64.
+        found = [None if spec is None else _as_given(next(pieces), spec) for spec in call.pieces]
+        call.tap.record(found, owned=False)
 
     def _check_tickets(self, tickets: list[tuple[LayerTap, Tensor]]) -> None:
         counts = torch.stack([ticket for _, ticket in tickets]).tolist()
@@ -262,21 +244,19 @@ class Receiver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:
+        note_call(ctx, handout.calls[0].tap)
         ctx.handout = handout
         ctx.set_materialize_grads(False)
         # Each a tensor of its own, of no view and no copy.
-        return tuple([zeros.data for zeros in handout.layout.zeros])
+        return tuple([zeros.data for zeros in handout.zeros])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        handout: Handout = ctx.handout
-        engine = handout.engine
-        if not engine.anchor.is_recording():
+        if not is_recording(ctx):
             return None, None
-        if torch.is_grad_enabled() or handout.generation != engine.state.generation:
-            check_backward(handout.shares[0].call.tap, handout.generation)
-        if handout.block is not None:
-            with handout.block.running():
+        handout: Handout = ctx.handout
+        if ctx.recorder is not handout.engine.recorder:
+            with ctx.recorder.entered():
                 handout.receive(list(grads))
             return None, None
         # Autograd holds all of these until this returns. Afterwards each call's are let go as they are used.
@@ -295,7 +275,7 @@ MOST_PLANS = 16
 class Region:
     """Compiled part of a model. `eager` is the module that was compiled."""
 
-    def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
+    def __init__(self, engine: CompiledEngine, eager: Callable[..., Any]) -> None:
         self.engine = engine
         self.eager = eager
         self._plans: dict[Any, CallPlan] = {}
@@ -308,13 +288,14 @@ class Region:
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batch = self.engine.forwards.size() or 0
-        key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
+        trained = tuple([parameter.requires_grad for parameter in self.engine.parameters])
+        key = (batch, self.engine.model.training, trained, sizes_of((args, kwargs)), _autocast())
         plan = self._plans.pop(key, None)
         if plan is None:
-            run = CallShapes(batch)
+            run = CallShapes(self.engine, batch)
             try:
-                forwards, locally = self.engine.forwards, self.engine.verification.locally()
-                with temporarily(forwards, notes=run), locally, torch.no_grad(), watching(run.note_checkpoint):
+                locally = self.engine.verification.locally()
+                with run.entered(), locally, torch.no_grad(), watching(run.note_checkpoint):
                     self._run_eagerly(args, kwargs)
             except (UserError, torch.OutOfMemoryError):
                 raise
@@ -348,43 +329,3 @@ def _autocast() -> tuple[Any, ...]:
     """Return the state that decides the dtypes of layers."""
     devices = ("cpu", "cuda")
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices)
-
-
-class RegionTap(EngineTap):
-    """Tap on the forward of the module that torch.compile(module) returns."""
-
-    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
-        super().__init__(engine, name, module)
-        require_for_compiled()
-        inner = original_of(module)
-        self.root = root if inner is engine.model else None
-        self.region = Region(engine, inner._call_impl)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forwards = self.engine.forwards
-        if torch.compiler.is_compiling() or forwards.notes is not None or forwards.in_trial:
-            return self.region.eager(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        if self.root is not None:
-            return self.root.run(self.region, self.original, args, kwargs)
-        if not self.engine.forwards.size():  # an empty batch, or outside of the model's forward
-            return self.region.eager(*args, **kwargs)
-        with self.region.entered(args, kwargs):
-            return self.original(*args, **kwargs)
-
-
-class CompiledCallTap(RegionTap):
-    """Tap on the call that module.compile() puts in place of the module's own."""
-
-    attribute: ClassVar[str] = "_compiled_call_impl"
-
-
-def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
-    """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
-    found = []
-    for name, module in given.named_modules():
-        kind = RegionTap if is_wrapper(module) else CompiledCallTap
-        if vars(module).get(kind.attribute) is not None and instance_method(module, kind.attribute) is None:
-            found.append(kind(engine, name, module, root))
-    return found

@@ -162,7 +162,7 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
 
 
 @dataclass(frozen=True)
-class OpaqueUnit:
+class PerSampleModule:
     """A module that runs sample by sample with all it contains, because it owns parameters and has no layer family."""
 
     name: str  # "" for the model itself
@@ -183,24 +183,24 @@ def why_opaque(name: str, module: nn.Module, how: str) -> str:
     return f"{called} {because}, so all of it takes its per-sample gradients from {how}"
 
 
-def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> list[OpaqueUnit]:
-    """Describe the opaque units of a model, given by name, the largest first."""
+def describe_per_sample(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[PerSampleModule]:
+    """Describe the per-sample modules of a model, given by name, the largest first."""
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = []
-    for name, module in units:
+    for name, module in modules:
         live = [p for p in module.parameters() if p.requires_grad]
         if numbers := sum(p.numel() for p in live):
             kept = sum(p.numel() * p.element_size() for p in live)
             slow = any(isinstance(each, SLOW_UNDER_VMAP) for each in module.modules())
-            found.append(OpaqueUnit(name, module, kept, numbers / total, slow, _instead(module)))
-    return sorted(found, key=lambda unit: -unit.share)
+            found.append(PerSampleModule(name, module, kept, numbers / total, slow, _instead(module)))
+    return sorted(found, key=lambda each: -each.share)
 
 
-def costly_units(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
-    """Return the units worth reporting: all of them, or only the slow ones if the total is small."""
-    if sum(unit.share for unit in units) >= COSTLY_SHARE:
-        return list(units)
-    return [unit for unit in units if unit.slow]
+def costly_modules(modules: Sequence[PerSampleModule]) -> list[PerSampleModule]:
+    """Return the modules worth reporting: all of them, or only the slow ones if the total is small."""
+    if sum(each.share for each in modules) >= COSTLY_SHARE:
+        return list(modules)
+    return [each for each in modules if each.slow]
 
 
 def _instead(module: nn.Module) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.tensor_lists import pointer_at
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
@@ -57,7 +58,7 @@ def bias_sums(g: Tensor) -> Tensor:
     Long samples are summed part by part: at once, torch's sum of (8, 1024, 2048) took 134 MB of scratch memory there.
     """
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
-    if torch.compiler.is_compiling() or not g.is_cuda or g.shape[1] <= LONGEST_AT_ONCE:
+    if not g.is_cuda or g.shape[1] <= LONGEST_AT_ONCE:
         return g.sum(1, dtype=dtype)
     parts = math.gcd(g.shape[1], SUM_PARTS)
     return g.reshape(g.shape[0], parts, -1, g.shape[2]).sum(2, dtype=dtype).sum(1)
@@ -106,6 +107,12 @@ def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, bac
     return _sums(g, x, None, rstd, whole, backend)[0]
 
 
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1/sqrt(mean(x²) + eps) over the last dimension, in float32 at least."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (last_norms(x).square() / x.shape[-1] + eps).rsqrt().to(dtype)
+
+
 def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, backend: Backend) -> tuple[Tensor, ...]:
     """Return (dgamma, dbeta), or dgamma alone if there is no mean."""
     shape = g.shape
@@ -115,13 +122,12 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, 
     if rstd.numel() != count or (mean is not None and mean.numel() != count):
         raise ValueError(f"expected statistics of {tuple(shape[:2])} elements")
     dtypes = {g.dtype, x.dtype, rstd.dtype, rstd.dtype if mean is None else mean.dtype}
-    compiling = torch.compiler.is_compiling()
     served = dtypes <= TRITON_DTYPES.keys() and 0 not in shape
-    if not compiling and use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
+    if use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
         return _launch(g, x, mean, rstd, whole)
     mean, rstd = None if mean is None else mean.reshape(shape[:2]), rstd.reshape(shape[:2])
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return _traced(g, x, mean, rstd, dtype) if compiling else _torch(g, x, mean, rstd, dtype)
+    return _torch(g, x, mean, rstd, dtype)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -276,10 +282,3 @@ def _torch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch
             normal = normal - mean[part].to(dtype).unsqueeze(-1)
         dgamma += (normal * rstd[part].to(dtype).unsqueeze(-1)).mul_(g[part]).sum(dim=1)
     return (dgamma,) if mean is None else (dgamma, g.sum(dim=1, dtype=dtype))
-
-
-def _traced(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Compute the sums inside a graph. The compiler fuses them into one pass without a temporary."""
-    normal = x.to(dtype) if mean is None else x.to(dtype) - mean.to(dtype).unsqueeze(-1)
-    dgamma = (normal * rstd.to(dtype).unsqueeze(-1) * g.to(dtype)).sum(1)
-    return (dgamma,) if mean is None else (dgamma, g.sum(1, dtype=dtype))

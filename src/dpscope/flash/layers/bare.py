@@ -26,24 +26,25 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, step_back
-from dpscope.flash.layers.bare_node import apply_used, operands_of
+from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, slot_of, step_back
 from dpscope.flash.layers.bare_use import (
     BareUse,
     Constant,
     Expanded,
     Unrelated,
+    apply_used,
     learn,
     name_of,
+    operands_of,
     rows_of_a_sample,
-    slot_of,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
-from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.instance_method import instance_method
 
 
 class Bare(Proxy):
@@ -57,23 +58,32 @@ class Bare(Proxy):
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        if dry_run.current() is not None:
-            stand_in = dry_run.placeholder(plain).as_subclass(Bare)
-        elif torch.is_grad_enabled():
-            stand_in = plain.as_subclass(Bare)
-        else:
-            with torch.enable_grad():
-                stand_in = plain.as_subclass(Bare)
+        with torch.enable_grad():
+            proxy = (plain if dry_run.current() is None else dry_run.placeholder(plain)).as_subclass(Bare)
         base = plain._base
         slot = slot_of(tap, plain if base is None else base)
-        stand_in.plain, stand_in.tap, stand_in.origin = plain, tap, "" if slot is None else slot.name
-        return stand_in
+        proxy.plain, proxy.tap, proxy.origin = plain, tap, "" if slot is None else slot.name
+        return proxy
 
     def samples(self, consumer: nn.Module | None = None) -> Tensor:
-        return samples_of(self, consumer)
+        tap, plain, row = self.tap, self.plain, self
+        batch = tap.batch()
+        rows = plain.shape[0] if plain.dim() else 0
+        if rows == batch and (batch <= 1 or plain.stride(0) == 0):  # equal rows
+            row = Bare.of(plain[:1], tap) if batch else self
+        elif rows != 1:
+            reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
+            raise tap.cannot_follow(reason, consumer)
+        if consumer is not None:
+            tap.engine.verification.expanded.add(consumer)
+        key = expand_rows, plain.dim(), row.origin
+        role = tap.roles.get(key) or tap.roles.setdefault(key, BareUse(tap, expand_rows, [False, False]))
+        assert isinstance(role, BareUse)
+        answer: Tensor = tap.apply(role, expand_rows, *flatten((row, batch), {}))
+        return answer
 
     def derive(self, tensor: Tensor) -> Tensor:
-        return Bare.of(tensor, self.tap) if tensor.requires_grad else tensor
+        return self.tap.proxy_of(tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +113,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
-        return _write(tap, func, name, args, kwargs)
+        return _write(tap, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
 
@@ -136,7 +146,7 @@ def _with_item(x: Tensor, index: Any, value: Tensor) -> Tensor:
     return y
 
 
-def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _write(tap: BareTap, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do x.add_(p) as x.copy_(x + p), so that every view of x has the use behind it."""
     target = args[0]
     plain = getattr(Tensor, _WRITING.get(name, name[:-1]), None) if name != "__setitem__" else _with_item
@@ -177,9 +187,7 @@ class BareTap(TapOfSamples):
         self._early: _Places | None = None  # proxies that a hook has put in place, before forward
         self._handles: list[RemovableHandle] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return break_graph(self, args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if not any(parameter.requires_grad for _, _, parameter in self.places):
@@ -201,8 +209,8 @@ class BareTap(TapOfSamples):
         before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
         for owned, key, parameter in self.places:
             if parameter.requires_grad:
-                owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
-                stand_in._is_param = True  # to isinstance, an nn.Parameter
+                owned[key] = proxy = Bare.of(parameter, self)  # type: ignore[assignment]
+                proxy._is_param = True  # to isinstance, an nn.Parameter
         return before
 
     def _take_off(self, before: _Places) -> None:
@@ -232,7 +240,7 @@ class BareTap(TapOfSamples):
 
     def _begin_early(self) -> None:
         self._end_early()  # of a call that was left before forward
-        if torch.is_grad_enabled() and not self.engine.forwards.untapped:
+        if torch.is_grad_enabled() and instance_method(self.module) is self:  # not taken off for the moment
             self._early = self._put_proxies()
 
     def _end_early(self) -> None:
@@ -273,9 +281,9 @@ class BareTap(TapOfSamples):
             result = _call(func, leaves, spec)
         if _is_plain(result):
             result.made_of = step_back(name, operands_of(leaves), result)
-            return self._stand_in(result)
+            return self.proxy_of(result)
         if isinstance(result, tuple | list | dict):
-            return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
+            return pytree.tree_map(lambda leaf: self.proxy_of(leaf) if isinstance(leaf, Tensor) else leaf, result)
         return result
 
     def _repeats_for_samples(self, leaves: list[Any]) -> bool:
@@ -297,7 +305,8 @@ class BareTap(TapOfSamples):
             return was_so
         return is_so and self.repeats.get((rows.origin, tuple(rows.shape)), False)
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
+    def proxy_of(self, tensor: Tensor) -> Tensor:
+        """Return a proxy for a tensor that is made of parameters; a constant is returned as it is."""
         return Bare.of(tensor, self) if tensor.requires_grad else tensor
 
     def use(self, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -371,7 +380,7 @@ class BareTap(TapOfSamples):
             raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=strays)
         if any(other.requires_grad for other in others):
             raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
-        self.engine.forwards.admit_unit(role, 0, shared=False)
+        self.engine.forwards.admit_call(role, 0, shared=False)
         return self.derive(func, leaves, spec)
 
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -395,31 +404,9 @@ class BareTap(TapOfSamples):
         for y in ys:
             dim = y.dim() + (role.each > 1)
             if dim not in role.known:
-                self.engine.forwards.admit_unit(role, dim, shared=False)
+                self.engine.forwards.admit_call(role, dim, shared=False)
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
-
-
-def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
-    """Expand a proxy with one row for all samples, or with equal rows, to a row for each sample, (B, ...)."""
-    tap, plain = stand_in.tap, stand_in.plain
-    batch = tap.batch()
-    rows = plain.shape[0] if plain.dim() else 0
-    if rows == batch and (batch <= 1 or plain.stride(0) == 0):
-        stand_in = Bare.of(plain[:1], tap) if batch else stand_in
-    elif rows != 1:
-        reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
-        raise tap.cannot_follow(reason, consumer)
-    if consumer is not None:
-        tap.engine.verification.expanded.add(consumer)
-    key = expand_rows, plain.dim(), stand_in.origin
-    role = tap.roles.get(key)
-    if role is None:
-        role = tap.roles[key] = BareUse(tap, expand_rows, [False, False])
-    assert isinstance(role, BareUse)
-    leaves, spec = flatten((stand_in, batch), {})
-    answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
-    return answer
 
 
 def _rows_for(proxy: Bare, role: Expanded, each: int) -> Tensor:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.gradients.contributions import Lookup, sample_products, wide
+from dpscope.flash.gradients.contributions import sample_products, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
 from dpscope.flash.layers.conv import add_patches, patches_of, setting_of
+from dpscope.flash.layers.embedding import add_lookup, lookup_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
 from dpscope.flash.taps.taps import TapOfSamples
 
@@ -72,7 +73,10 @@ class Use(Protocol):
     @property
     def tap(self) -> TapOfSamples: ...
 
-    def slot(self, plain: Tensor) -> Slot | None: ...
+
+def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
+    """Return the slot of a parameter, whichever module owns it; modules may pass parameters to each other."""
+    return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 Gradients = list[tuple[Operand, Any]]  # (B, *shape) tensors, or the Patches of a convolution
@@ -134,25 +138,26 @@ def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients 
     return [(args[0], g.unsqueeze(1))]
 
 
-def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
-    """Return the gradients of a weight (p, d) that x: (B, *, d) was multiplied by."""
-    x, g = as_sequences(x.resolve_neg().to(g.dtype)), as_sequences(g)
-    plain = weight.plain
-    slot = use.slot(plain)
-    if slot is not None:
-        keep_or_defer(use.tap, slot, x, g)
-        return []
-    base = plain._base
-    if base is not None and base.dim() == 2 and plain.shape == base.shape[::-1] and _is_transposed(plain, base):
-        slot = use.slot(base)
-        if slot is not None:
-            keep_or_defer(use.tap, slot, g, x, g.shape[-1])
-            return []
-    return [(weight, sample_products(x, g))]
+def _product(use: Use, weight: Operand, x: Tensor, g: Tensor, freed: Tensor) -> Gradients:
+    """Return the gradients Σ_t g_t x_tᵀ of a weight, x: (B, *, d) and g: (B, *, p). `freed`: the output's gradient."""
+    x, g = as_sequences(x), as_sequences(g)
+    base = weight.plain._base
+    slot, of_base = slot_of(use.tap, weight.plain), slot_of(use.tap, base)
+    if slot is None and base is not None and of_base is not None and base.dim() == 2:
+        if _is_view_as(weight.plain, base):
+            slot = of_base
+        elif _is_view_as(weight.plain.t(), base):
+            slot, x, g = of_base, g, x
+    if slot is None:
+        return [(weight, sample_products(x, g))]
+    keep_or_defer(use.tap, slot, x, g, freed.shape[-1])
+    return []
 
 
-def _is_transposed(plain: Tensor, base: Tensor) -> bool:
-    return plain.stride() == base.stride()[::-1] and plain.storage_offset() == base.storage_offset()
+def _is_view_as(plain: Tensor, base: Tensor) -> bool:
+    """Return whether a view has the layout of its base: t() of t() has, and is another tensor."""
+    offset, strides = plain.storage_offset(), plain.stride()
+    return plain.shape == base.shape and strides == base.stride() and offset == base.storage_offset()
 
 
 def _of_linear(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
@@ -164,28 +169,15 @@ def _of_linear(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
     if isinstance(bias, Operand):
         found.append((bias, bias_sums(as_sequences(g))))
     if isinstance(weight, Operand):
-        found += _product(use, weight, x, g)
+        found += _product(use, weight, x.resolve_neg().to(g.dtype), g, g)
     return found
 
 
 def _of_matmul(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
     if kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2 or args[1].plain.dim() != 2:
         return None
-    with torch.enable_grad():
-        weight = type(args[1])(args[1].plain.t())
-    # t() of t() is the parameter's own layout, but another tensor.
-    base = weight.plain._base
-    if base is not None and use.slot(base) is not None and _same_view(weight.plain, base):
-        weight = type(args[1])(base)
-    return _product(use, weight, args[0], g)
-
-
-def _same_view(plain: Tensor, base: Tensor) -> bool:
-    return (
-        plain.shape == base.shape
-        and plain.stride() == base.stride()
-        and plain.storage_offset() == base.storage_offset()
-    )
+    x, weight = args
+    return _product(use, weight, g, x.resolve_neg().to(g.dtype), g)  # (d, p): x and g change places
 
 
 def _of_embedding(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
@@ -209,15 +201,11 @@ def _of_index(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
 
 
 def _lookup(use: Use, weight: Operand, ids: Tensor, g: Tensor, padding_idx: int | None) -> Gradients:
-    batch, (rows, width) = ids.shape[0], weight.plain.shape
-    flat = ids.reshape(batch, -1)
-    decision = use.tap.engine.path_rules.of_lookup(*flat.shape)
-    lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)
-    slot = use.slot(weight.plain)
-    if slot is None or batch == 1:
+    lookup = lookup_of(use.tap, weight.plain, ids, g, padding_idx)
+    slot = slot_of(use.tap, weight.plain)
+    if slot is None:
         return [(weight, lookup.materialise())]
-    slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
-    use.tap.engine.add(slot, lookup)
+    add_lookup(use.tap, slot, lookup)
     return []
 
 
@@ -254,7 +242,7 @@ def _of_conv(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
         padding = (padding,) * n if isinstance(padding, int) else padding
         setting = setting_of((tuple(plain.shape[2:]), stride, padding, dilation, named.get("groups", 1), "zeros"))
         x = (x if setting.pad is None else F.pad(x, setting.pad)).to(g.dtype)
-        slot = use.slot(plain)
+        slot = slot_of(use.tap, plain)
         if slot is not None:
             add_patches(use.tap, slot, x, g, setting.geometry)
         else:

@@ -14,30 +14,19 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.gradients.contributions import Kept
-from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
-from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild, slot_of
 from dpscope.flash.layers.conv import Patches
-from dpscope.flash.layers.row_derivatives import (
-    PROBES,
-    Derived,
-    OfGain,
-    PulledBack,
-    RowForm,
-    Verdict,
-    basis_of,
-    row_forms,
-    unknown_of,
-)
+from dpscope.flash.layers.row_derivatives import PulledBack, WeightDerivative, slots_behind
 from dpscope.flash.sample_rows.proxy import Proxy
+from dpscope.flash.taps.recorder import is_recording, note_call, record
 from dpscope.flash.taps.taps import TapOfSamples
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autocast import no_autocast
-from dpscope.flash.torch_side.autograd_graph import leaves_behind
-from dpscope.flash.torch_side.captures import own_capture
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
@@ -48,11 +37,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
-
-
-def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
-    """Return the slot of a parameter, whichever module owns it; modules may pass parameters to each other."""
-    return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 class _Seen:
@@ -99,8 +83,7 @@ class BareUse(_Seen):
             self.rule, self.saves = None, True
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
         self.copies = self.rule is None or called == "expand_rows"
-        self._verdict: Verdict | None = None  # whether a weight's derivative has the form of row_derivatives.py
-        self._place = 0  # in the verdict
+        self._derivative = WeightDerivative()
         self._moves = False  # whether other operands change with the samples
         self._prints: list[Tensor] | None = None  # of the other operands
         self._looks: set[int] = set()  # numbers of the samples that it ran on
@@ -166,20 +149,23 @@ class BareUse(_Seen):
             for operand, row in zip(operands, self.rows, strict=True)
         ]
 
-    def slot(self, plain: Tensor) -> Slot | None:
-        """Return the slot of the parameter, if the tensor is one itself."""
-        return slot_of(self.tap, plain)
-
     def _of_parameters(self, q: Tensor, found: Tensor | Patches) -> Iterator[tuple[Slot, Tensor]]:
         """Yield the gradients of the parameters that q is made of, given q's; add those in closed form here."""
-        if isinstance(found, Patches) and self._add_derived(q, found):
-            return
+        engine = self.tap.engine
+        if isinstance(found, Patches) and slot_of(self.tap, q._base) is None:
+            derived = self._derivative.contributions(engine, q, found)
+            for trained, contribution in derived:
+                if trained.why != self.why:
+                    trained.describe("derived", self.why, found.shapes)
+                engine.add(trained, contribution)
+            if derived:
+                return
         rows = _whole(found)
         rows = rows.reshape(len(rows), *q.shape)
         while (made_of := getattr(q, "made_of", None)) is not None:
             q, pull = made_of
             rows = pull(rows)
-        slot = self.slot(q)
+        slot = slot_of(self.tap, q)
         if slot is not None:
             yield slot, rows
             return
@@ -189,74 +175,13 @@ class BareUse(_Seen):
         if slot is not None and base is not None and plain and not _overlaps(q):
             yield slot, _scattered(q, base, rows)
             return
-        slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
-        rows = rows.to(q.dtype)
+        slots, rows = slots_behind(engine, q), rows.to(q.dtype)
         if len(slots) == 1:
             self._describe(slots[0], len(rows))
-            self.tap.engine.add(slots[0], PulledBack(q, slots[0].parameter, rows, self._pulled_back))
+            engine.add(slots[0], PulledBack(q, slots[0].parameter, rows, self._derivative.pulled_back))
             return
-        each = self._pulled_back(q, [slot.parameter for slot in slots], rows)
+        each = self._derivative.pulled_back(q, [slot.parameter for slot in slots], rows)
         yield from ((slot, values) for slot, values in zip(slots, each, strict=True) if values is not None)
-
-    def _add_derived(self, q: Tensor, patches: Patches) -> bool:
-        """Give the engine q's gradients in place of those of the weight that q is made of, if that is exact.
-
-        Besides the weight there may be a gain, with one element a row.
-        """
-        if not patches.by_kernel or slot_of(self.tap, q._base) is not None:
-            return False
-        slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
-        weight = self._weight_in_rows(q, [slot.parameter for slot in slots], patches.batch_size)
-        others = [slot for slot in slots if slot.parameter is not weight]
-        alike = all(slot.parameter.numel() == len(q) and slot.parameter.dtype == q.dtype for slot in others)
-        if weight is None or len(others) > 1 or not alike:
-            return False
-        gain = others[0].parameter if others else None
-        if self._verdict is None and self._form(q, weight, gain) is None:
-            return False
-        for slot in slots:
-            if slot.why != self.why:
-                slot.describe("derived", self.why, patches.shapes)
-        engine = self.tap.engine
-        derived = Derived(patches, q, weight, gain, self._hear, unknown_of(engine))
-        engine.add(engine.slot(weight), derived)
-        if others:
-            engine.add(others[0], OfGain(derived))
-        return True
-
-    def _pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-        """Return the gradients (B, *shape) of the parameters that q is made of, given those of q, (B, *q.shape)."""
-        weight = self._weight_in_rows(q, parameters, len(rows))
-        form = None if weight is None else self._form(q, weight, None)
-        if weight is None or form is None:
-            return _vjp(q, parameters, rows)
-        others = [each for each in parameters if each is not weight]
-        found = iter(_vjp(q, others, rows) if others else [])
-        return [form.applied(rows, basis_of(weight)) if each is weight else next(found) for each in parameters]
-
-    def _weight_in_rows(self, q: Tensor, parameters: list[nn.Parameter], batch: int) -> nn.Parameter | None:
-        """Return the one parameter of q's shape, if its derivative may have a closed form."""
-        alike = [each for each in parameters if each.shape == q.shape and each.dtype == q.dtype]
-        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 4 * PROBES
-        refuted = self._verdict is not None and self._verdict.is_no(self._place)
-        if len(alike) != 1 or not wide or batch <= PROBES or refuted or dry_run.current() is not None:
-            return None
-        return alike[0]
-
-    def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
-        """Return the closed form, or None if there is none; wait for the first verdict."""
-        form, fits = row_forms([q], [weight], [gain], [basis_of(weight)])
-        if own_capture() is not None:
-            return form
-        first = self._verdict is None
-        self._hear(Verdict(fits.all().unsqueeze(0)), 0)
-        assert self._verdict is not None
-        return None if (first and not bool(fits.all())) or self._verdict.is_no(self._place) else form
-
-    def _hear(self, verdict: Verdict, place: int) -> None:
-        """Record whether a weight's derivative has the form of row_derivatives.py, once the last verdict is known."""
-        if self._verdict is None or self._verdict.has_come():
-            self._verdict, self._place = verdict, place
 
 
 def _fingerprint(x: Tensor) -> Tensor:
@@ -269,17 +194,6 @@ def _fingerprint(x: Tensor) -> Tensor:
 
 def _whole(values: Tensor | Patches) -> Tensor:
     return values.materialise() if isinstance(values, Patches) else values
-
-
-def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:
-    """Return the parameters' gradients by one vjp over all rows; None or `zeros` for those that have none."""
-    options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": zeros}
-    with OWN_GRADIENTS.taken():
-        try:
-            return torch.autograd.grad(q, parameters, rows, is_grads_batched=True, **options)
-        except RuntimeError:  # an operator that vmap has no rule for
-            each = [torch.autograd.grad(q, parameters, row, **options) for row in rows]
-    return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
 def _overlaps(q: Tensor) -> bool:
@@ -306,6 +220,56 @@ def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
     offset = q.storage_offset() - base.storage_offset()
     values.as_strided((batch, *shape), (numel, *strides), offset).copy_(gradients)
     return values.view(batch, *base.shape)
+
+
+# -- the node behind a use ---------------------------------------------------------------------------------------------
+
+
+class Used(torch.autograd.Function):
+    """Autograd node that returns y unchanged; backward gives the use its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
+        use, leaves, spec = call
+        note_call(ctx, use.tap)
+        ctx.use, ctx.spec = use, spec
+        ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
+        ctx.leaves, ctx.places = list(leaves), []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Proxy):
+                ctx.leaves[place] = leaf.shape
+                ctx.places.append(place)
+        if use.saves:
+            ctx.save_for_backward(*(leaves[place] for place in ctx.places))
+        results = tuple(y.clone() if use.copies else _unsafe_view(y, y.shape) for y in ys)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        if is_recording(ctx):
+            record(ctx, len(gs[0]), lambda: _record(ctx, gs))
+        return (None, None, *gs)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+# What Function.apply calls after it has looked for torch.func's transforms, in which nothing is followed.
+apply_used: Any = super(torch.autograd.Function, Used).apply
+
+
+def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
+    use = ctx.use
+    leaves = list(ctx.leaves)
+    if use.saves:
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+    gs = tuple(g.resolve_neg() for g in gs)
+    with no_autocast(ctx.autocast[0]):
+        use.record(operands_of(leaves), ctx.spec, gs, ctx.autocast)
+
+
+def operands_of(leaves: list[Any]) -> list[Any]:
+    """Return the operands of a use, with proxies replaced by their tensors."""
+    return [Operand(leaf.plain) if isinstance(leaf, Proxy) else leaf for leaf in leaves]
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------

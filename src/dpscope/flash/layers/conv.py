@@ -36,8 +36,8 @@ from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.triton_runtime import slices
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
-from dpscope.flash.torch_side.autograd_graph import save, saved
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.phases import allocates
 
@@ -259,14 +259,14 @@ class ConvTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
+        ctx.recorder.save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         ctx.geometry = at = self.setting().geometry
         images = x if x.dim() == self.min_dim else x.flatten(0, 1)
         output: Tensor = self.convolve(images, weight, bias, at.stride, at.padding, at.dilation, at.groups)
         return output if images is x else _apart(output, x)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved(ctx)
+        x, weight = ctx.recorder.saved(ctx)
         trains_weight, trains_bias = ctx.live
         channel = g.dim() - self.min_dim + 1
         others = [dim for dim in range(1, g.dim()) if dim != channel]

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import Kept, Lookup
 from dpscope.flash.gradients.paths import KEEP, stored_dtype
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.refusals import refuse_trained
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 
 
 class EmbeddingTap(LayerTap):
@@ -39,8 +41,7 @@ class EmbeddingTap(LayerTap):
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        # No graph gives integers out as a gradient. float64 holds those of any table.
-        return None, ids.to(torch.float64) if torch.compiler.is_compiling() else ids, g
+        return None, ids, g
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         _, ids, g_of_rows = self.gradients(ctx, g)
@@ -48,7 +49,7 @@ class EmbeddingTap(LayerTap):
         return None
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        return Spec(x.shape, torch.float64), y
+        return x, y
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
         ids, g = pieces
@@ -56,18 +57,22 @@ class EmbeddingTap(LayerTap):
 
     def _record(self, ids: Tensor | None, g: Tensor | None, padding_idx: int | None) -> None:
         slot = self.slots[0]
-        if ids is None or g is None or slot is None:
-            return
-        batch, (rows, width) = ids.shape[0], slot.parameter.shape
-        flat = ids.reshape(batch, -1)
-        flat = flat.long() if flat.is_floating_point() else flat
-        decision = self.engine.path_rules.of_lookup(*flat.shape)
-        slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
-        lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)
-        if decision.path == KEEP:
-            self.engine.add(slot, Kept(lookup.materialise().to(stored_dtype(slot.parameter.dtype))))
-        else:
-            self.engine.add(slot, lookup)
+        if ids is not None and g is not None and slot is not None:
+            add_lookup(self, slot, lookup_of(self, slot.parameter, ids, g, padding_idx))
+
+
+def lookup_of(tap: TapOfSamples, weight: Tensor, ids: Tensor, g: Tensor, padding_idx: int | None) -> Lookup:
+    """Return the per-sample gradients of the table `weight`, (rows, width), for ids: (B, *) and g: (B, *, width)."""
+    batch, (rows, width) = ids.shape[0], weight.shape
+    flat = ids.reshape(batch, -1)
+    return Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, tap.engine.path_rules.of_lookup(*flat.shape))
+
+
+def add_lookup(tap: TapOfSamples, slot: Slot, lookup: Lookup) -> None:
+    """Give the engine the per-sample gradients of a table, kept or as ids and g."""
+    slot.describe("lookup", lookup.decision, {"ids": lookup.ids.shape, "g": lookup.g.shape})
+    kept = lookup.decision.path == KEEP
+    tap.engine.add(slot, Kept(lookup.materialise().to(stored_dtype(slot.parameter.dtype))) if kept else lookup)
 
 
 class ScaledEmbeddingTap(EmbeddingTap):

@@ -21,7 +21,6 @@ from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autograd_graph import save, saved
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -76,11 +75,6 @@ def lone_gradient(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right).to(dtype).unsqueeze(0)
 
 
-_NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
 class LinearTap(LayerTap):
     transposed = False
     casts_input = True
@@ -88,22 +82,14 @@ class LinearTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        if ctx.live[0] and not ctx.traced:
+        recorder = ctx.recorder
+        if ctx.live[0]:
             if x.layout != torch.strided:
                 self._refuse_sparse()
-            self._note_input(x)
-        save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
-        if self.transposed:
-            weight = weight.t()
-        if ctx.traced:
-            return F.linear(x, weight, bias)
-        if _is_excluded(_NOTES_VIEWS):
-            return F.linear(x, weight, bias)
-        _set_excluded(_NOTES_VIEWS, True)  # F.linear makes a matrix and gives a view of it, which would be copied
-        try:
-            return F.linear(x, weight, bias)
-        finally:
-            _set_excluded(_NOTES_VIEWS, False)
+            recorder.note_input(self._note_input, x)
+        recorder.save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        output: Tensor = recorder.linear(x, weight.t() if self.transposed else weight, bias)
+        return output
 
     def _note_input(self, x: Tensor) -> None:
         """Note whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
@@ -128,11 +114,13 @@ class LinearTap(LayerTap):
         return g.shape[-1] + (x.shape[-1] if self.shares_input is False else 0)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved(ctx)
+        x, weight = ctx.recorder.saved(ctx)
         trains_weight, trains_bias = ctx.live
-        sums = bias_sums(as_sequences(g)) if trains_bias else None
+        postpones = trains_weight and trains_bias and not ctx.recorder.sums_at_once
+        sums = ctx.recorder.bias_sums(as_sequences(g)) if trains_bias and not postpones else None
         dx, g = self._input_gradient(ctx, g, weight)
-        return dx, x, g if trains_weight else None, sums
+        # Sums that are postponed are those of g, which the weight holds anyway.
+        return dx, x, g if trains_weight else None, g if postpones else sums
 
     def _input_gradient(self, ctx: Any, g: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Return the gradient of x, and g with columns of zeros at its end if they make products faster."""
@@ -144,24 +132,6 @@ class LinearTap(LayerTap):
         assert weight is not None
         weight = weight.t() if self.transposed else weight
         return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
-
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        """Do what `gradients` and `record` do, but postpone the bias's sums if the weight holds g."""
-        trains_weight, trains_bias = ctx.live
-        if not (trains_weight and trains_bias) or not self.engine.defers_sums:
-            return super().backward(ctx, g)
-        x, weight = saved(ctx)
-        dx, g = self._input_gradient(ctx, g, weight)
-        slot, first, second = self._product(x, as_sequences(g))
-        decision = decide(self, slot, first, second, self._width_freed(x, g))
-        if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
-            self.keep(1, bias_sums(first if self.transposed else second))
-            add_product(self, slot, first, second, decision)
-        else:
-            product = Outer(first, second, decision)
-            self.defer_sums(1, product.first if self.transposed else product.g)
-            self.engine.add(slot, product)
-        return dx
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live
@@ -176,12 +146,23 @@ class LinearTap(LayerTap):
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
         x, g, sums = pieces
-        if sums is not None:
+        postpones = sums is not None and sums is g
+        if sums is not None and not postpones:
             self.keep(1, sums, owned=owned)
-        if x is not None and g is not None:
-            if self.shares_input is None:  # of a compiled forward, in which nobody looked
-                self._note_input(x)
-            keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
+        if x is None or g is None:
+            return
+        if self.shares_input is None:  # nobody looked in forward
+            self._note_input(x)
+        slot, first, second = self._product(x, as_sequences(g))
+        decision = decide(self, slot, first, second, self._width_freed(x, g))
+        if postpones and decision.path == KEEP:  # first the sums: torch's scratch memory for them is as large as g
+            self.keep(1, bias_sums(first if self.transposed else second))
+        if not postpones or decision.path == KEEP:
+            add_product(self, slot, first, second, decision)
+            return
+        product = Outer(first, second, decision)
+        self.defer_sums(1, product.first if self.transposed else product.g)
+        self.engine.add(slot, product)
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
         """Return the weight's slot and the two operands of its gradient."""

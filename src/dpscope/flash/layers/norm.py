@@ -7,17 +7,14 @@ and kept. The gradient of x comes from torch's own kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import wide
-from dpscope.flash.kernels.kept_gradients import last_norms
-from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -27,66 +24,33 @@ MOST_GROUPS = 65535
 """Of one image, for which torch's CUDA kernel gives the gradient of x: the limit of a launch's second dimension."""
 
 
-def _probe_layer_norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, (2,))
-
-
-def _probe_group_norm(x: Tensor) -> Tensor:
-    return F.group_norm(x, 1)
-
-
-def _probe_instance_norm(x: Tensor) -> Tensor:
-    return F.instance_norm(x)
-
-
 # Dimensions of the input, batch and channels included.
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
-class SumsTap(LayerTap):
-    """A layer whose parameters' per-sample gradients are sums over positions, (B, elements of the parameter).
-
-    Those of a vector may be (B, stretches, elements), to be added up with other layers'.
-    """
-
-    def needs_whole(self, ctx: Any) -> bool:
-        """Return whether all sums are to be taken in backward."""
-        slot = self.slots[0] or self.slots[-1]
-        return ctx.traced or slot is None or slot.parameter.dim() != 1 or not self.engine.defers_sums
-
-    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
-        sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]
-        dtype = wide(torch.promote_types(x.dtype, y.dtype))
-        return tuple(
-            Spec((x.shape[0], size), dtype) if size is not None and needed else None
-            for size, needed in zip(sizes, live, strict=True)
-        )
-
-    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        for index, sums in enumerate(pieces):
-            if sums is not None and sums.dim() == 3:
-                self.defer_sums(index, sums, owned=True)
-            elif sums is not None:
-                self.keep(index, sums, owned=owned)
+def _takes_whole_sums(tap: LayerTap, ctx: Any) -> bool:
+    """Return whether backward takes the sums itself. Those of a vector may be added up with other layers'."""
+    slot = tap.slots[0] or tap.slots[-1]
+    return ctx.recorder.sums_at_once or slot is None or slot.parameter.dim() != 1
 
 
-class NormTap(SumsTap):
-    """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
+class NormTap(LayerTap):
+    """A normalisation by an operator that autocast may run in float32."""
+
+    operator: str
 
     @property
     def eps(self) -> float:
         return cast("float", self.module.eps)
 
-    def norm_operands(
-        self, x: Tensor, probe: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def norm_operands(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return x, weight and bias as autocast would cast them for the operator."""
         weight: Tensor | None = self.parameters["weight"]
         bias: Tensor | None = self.parameters["bias"]
         dtype = autocast_dtype(x)
         if dtype is None or x.dtype == torch.float64:
             return x, weight, bias
-        wanted = autocast_output_dtype(probe, x.device.type, x.dtype, dtype)
+        wanted = autocast_output_dtype(self.operator, x.device.type, x.dtype, dtype)
         if wanted == torch.float32:
             weight = weight if weight is None else weight.float()
             bias = bias if bias is None else bias.float()
@@ -94,6 +58,8 @@ class NormTap(SumsTap):
 
 
 class LayerNormTap(NormTap):
+    operator = "layer_norm"
+
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.LayerNorm)
         super().__init__(engine, name, module)
@@ -101,7 +67,7 @@ class LayerNormTap(NormTap):
         self.min_dim = len(self.shape) + 1
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.norm_operands(x, _probe_layer_norm)
+        x, weight, bias = self.norm_operands(x)
         output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
@@ -115,13 +81,15 @@ class LayerNormTap(NormTap):
             if x.dim() != 3 or len(self.shape) != 1:
                 rows = x.reshape(x.shape[0], -1, weight.numel())
                 of_g = g.reshape(rows.shape)
-            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd, whole=self.needs_whole(ctx))
+            weight_sums, bias_sums = ctx.recorder.layer_norm_sums(
+                of_g, rows, mean, rstd, whole=_takes_whole_sums(self, ctx)
+            )
         if ctx.needs_input_grad[1]:
             dx = _layer_norm_backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
         return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
 
 
-class RMSNormTap(SumsTap):
+class RMSNormTap(LayerTap):
     """x̂ = x / sqrt(mean(x²) + eps), over the weight's dimensions. Also for Hugging Face's classes of that kind."""
 
     names = ("weight",)
@@ -145,12 +113,9 @@ class RMSNormTap(SumsTap):
         dtype = wide(x.dtype)
         eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
         rows = x.reshape(batch, -1, width)
-        if torch.compiler.is_compiling():
-            rstd = (rows.to(dtype).square().mean(-1) + eps).rsqrt()
-        else:
-            rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
-        whole = self.needs_whole(ctx)
-        sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
+        rstd = ctx.recorder.inverse_rms(rows, eps)
+        whole = _takes_whole_sums(self, ctx)
+        sums = ctx.recorder.rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:
             return None, sums
         normed = rows.to(dtype) * rstd.unsqueeze(-1)
@@ -169,17 +134,17 @@ class GroupNormTap(NormTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         if isinstance(module, nn.GroupNorm):
-            self.probe, self._groups_name = _probe_group_norm, "num_groups"
+            self.operator, self._groups_name = "group_norm", "num_groups"
         else:
             assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-            self.probe, self._groups_name = _probe_instance_norm, "num_features"
+            self.operator, self._groups_name = "instance_norm", "num_features"
             self.min_dim = next(dim for cls, dim in _INSTANCE_NORM_DIMS.items() if isinstance(module, cls))
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
         return None  # a leading dimension more would be taken for channels
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        x, weight, bias = self.norm_operands(x, self.probe)
+        x, weight, bias = self.norm_operands(x)
         x = x.contiguous()
         batch, channels = x.shape[:2]
         positions = math.prod(x.shape[2:])

@@ -1,4 +1,4 @@
-"""Any other module that owns parameters: one unit with all it contains, run sample by sample through torch.func.
+"""Any other module that owns parameters: it runs sample by sample, with all it contains.
 
 Each parameter is replaced, inside the module's own forward, by B copies that are one and the same tensor (a view); the
 module runs under vmap over samples, each seeing a batch of one; ordinary autograd then gives the copies' gradients,
@@ -11,7 +11,6 @@ gradients (`unit_check`). It is refused if its output for a batch differs from i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept
-from dpscope.flash.gradients.explanation import why_opaque
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.taps import Engine, check_backward
-from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
+from dpscope.flash.torch_side import dry_run
 
 
 class Expand(torch.autograd.Function):
@@ -34,29 +33,27 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
-        ctx.tap, ctx.slot, ctx.generation = tap, slot, tap.engine.state.generation
-        ctx.block = tap.engine.block
+        note_call(ctx, tap)
+        ctx.slot = slot
         return parameter.expand(batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
-        engine = ctx.tap.engine
-        check_backward(ctx.tap, ctx.generation)
-        ctx.slot.describe("opaque", ctx.tap.why)
-        if len(g):
-            with nullcontext() if ctx.block is None else ctx.block.running():
-                engine.add(ctx.slot, Kept(g, owned=False))
-        else:
-            engine.state.record()
+        if is_recording(ctx):
+            ctx.slot.describe("opaque", ctx.tap.why)
+            record(ctx, len(g), lambda: ctx.tap.engine.add(ctx.slot, Kept(g, owned=False)))
         return (None,) * 5
 
 
-class OpaqueTap(CheckedTap):
+class OpaqueTap(PerSampleTap):
+    """Tap that runs the module sample by sample. The first call of each kind is checked, later ones now and then."""
+
     derives = False  # it is given tensors that are made of parameters, and nothing of the samples
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.describe("torch.func.vmap over samples")
+        self.looks = 0  # of the schedule, when it was checked last
+        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def _parameters_given(self, args: Any, kwargs: Any) -> Proxy | None:
         """Return the first argument that is made of parameters."""
@@ -69,15 +66,19 @@ class OpaqueTap(CheckedTap):
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
-    def describe(self, how: str) -> None:
-        """Describe for `explain()` how samples are run from now on."""
-        self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
-        for slot in self.slots.values():
-            slot.describe("opaque", self.why)
+    def check(self, sample_call: SampleCall) -> None:
+        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
+        if dry_run.current() is not None:
+            return
+        check = UnitCheck(sample_call)
+        if sample_call.undecided:
+            check.decide()
+        kind, looks = sample_call.kind(), len(self.engine.verification.schedule.looks)
+        if kind not in self.dtypes or looks > self.looks:
+            self.looks = looks
+            self.dtypes[kind] = check.run()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return break_graph(self, args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
         if given is not None:
             return self._derive(given, args, kwargs)
@@ -91,14 +92,15 @@ class OpaqueTap(CheckedTap):
         sample_call.admit()
         if sample_call.batch:
             self.check(sample_call)
+        batch, anchor = sample_call.batch, self.engine.anchor.tensor
         expanded = {
-            f"unit.{key}": Expand.apply(self.engine.anchor.tensor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
+            parameter_key(key): Expand.apply(anchor, whole[key].detach(), batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
         # The state of a checkpointed forward that runs again is written by the first.
         versions = {key: whole[key]._version for key in live}
         try:
-            output = self.run(sample_call, expanded, commit=not self.engine.forwards.runs_again())
+            output = sample_call.run(expanded, commit=not self.engine.forwards.runs_again())
         except RuntimeError as error:
             for key, version in versions.items():
                 if whole[key]._version != version:

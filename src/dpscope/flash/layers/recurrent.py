@@ -30,8 +30,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.taps.taps import Engine, check_backward
-from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import current_hooks, keeps_graph
 
@@ -63,19 +62,17 @@ class RecurrentTap(OpaqueTap):
         )
         self.mode: str = getattr(module, "mode", "")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return break_graph(self, args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         given: Any = args[0] if args else kwargs.get("input")
         hx: Any = args[1] if len(args) > 1 else kwargs.get("hx")
         packed = isinstance(given, PackedSequence)
         if not torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
         has_rule = self.has_rule and not self.derives and _has_batch(given)
         if has_rule and any(slot.parameter.requires_grad for slot in self.slots.values()):
             return self._by_rule(given, hx)
         if not packed:
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
         x, lengths = pad_packed_sequence(given, batch_first=self.padded.batch_first)
         y, *rest = self.padded(x, lengths, *args[1:], *(value for key, value in kwargs.items() if key != "input"))
         return self._packed_as(given, y, lengths, self.padded.batch_first), *rest
@@ -196,8 +193,8 @@ class _Layer(torch.autograd.Function):
         x: Tensor,
         *states: Tensor,
     ) -> Any:
-        ctx.tap, ctx.weights, ctx.lengths, ctx.generation = tap, weights, lengths, tap.engine.state.generation
-        ctx.block = tap.engine.block
+        note_call(ctx, tap)
+        ctx.weights, ctx.lengths = weights, lengths
         ctx.dtype = dtype = autocast_dtype(x) or x.dtype
         # Held where torch says when to let it go, and nothing packs what it saves.
         holds = dtype.itemsize >= 4 and keeps_graph is not None and current_hooks() is None
@@ -216,23 +213,14 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
         tap: RecurrentTap = ctx.tap
-        engine = tap.engine
-        recording = engine.anchor.is_recording()
-        if torch.is_grad_enabled() or recording:
-            check_backward(tap, ctx.generation)
+        recording = is_recording(ctx)
         x, y, *states = ctx.saved_tensors
         with no_autocast(x.device.type):
             du, dx, dstates = _gate_gradients(ctx, x, states, gs)
-            if recording and x.shape[1]:
+            if recording:
                 before = _states_before(y, states[0].to(y.dtype))
                 dv = du if tap.mode != "GRU" else _of_hidden_gates(ctx, x, before, du)
-                if ctx.block is None:
-                    tap.record(ctx.weights, x.to(ctx.dtype), before, du, dv)
-                else:
-                    with ctx.block.running():
-                        tap.record(ctx.weights, x.to(ctx.dtype), before, du, dv)
-            elif recording:
-                engine.state.record()
+                record(ctx, x.shape[1], lambda: tap.record(ctx.weights, x.to(ctx.dtype), before, du, dv))
         return (None, None, None, None, dx, *dstates)
 
 
@@ -319,7 +307,7 @@ class _PaddedTap(OpaqueTap):
         super().__init__(engine, name, module)
         self.batch_first = bool(module.batch_first)
         self.packed_forward, self.original = self.original, self._forward
-        self.call._run = self._forward
+        self.functional._run = self._forward
         self.input_dims = {**self.input_dims, "lengths": 0}
         self.by_loop = True
         self.describe("a loop over samples where sequences are packed")

@@ -24,13 +24,16 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
 from dpscope.flash.gradients.paths import KEEP, Decision
-from dpscope.flash.gradients.slots import OWN_GRADIENTS
+from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
 from dpscope.flash.layers.conv import Patches
+from dpscope.flash.taps.recorder import Engine
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 
 PROBES = 3
@@ -311,6 +314,81 @@ class OfGain(Later):
 
     def materialise(self) -> Tensor:
         return self.weight.of_gain()
+
+
+class WeightDerivative:
+    """Derivative of the weight behind one use of what is made of it, as far as verdicts tell."""
+
+    def __init__(self) -> None:
+        self._verdict: Verdict | None = None  # whether the derivative has the closed form
+        self._place = 0  # in the verdict
+
+    def contributions(self, engine: Engine, q: Tensor, patches: Patches) -> list[tuple[Slot, Contribution]]:
+        """Return q's gradients in place of those of the weight that q is made of, if that is exact; otherwise nothing.
+
+        Besides the weight there may be a gain, with one element a row.
+        """
+        slots = slots_behind(engine, q) if patches.by_kernel else []
+        weight = self._weight_in_rows(q, [slot.parameter for slot in slots], patches.batch_size)
+        gains = [slot for slot in slots if slot.parameter is not weight]
+        alike = all(slot.parameter.numel() == len(q) and slot.parameter.dtype == q.dtype for slot in gains)
+        if weight is None or len(gains) > 1 or not alike:
+            return []
+        gain = gains[0].parameter if gains else None
+        if self._verdict is None and self._form(q, weight, gain) is None:
+            return []
+        derived = Derived(patches, q, weight, gain, self._hear, unknown_of(engine))
+        return [(engine.slot(weight), derived), *((slot, OfGain(derived)) for slot in gains)]
+
+    def pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
+        """Return the gradients (B, *shape) of the parameters that q is made of, given those of q, (B, *q.shape)."""
+        weight = self._weight_in_rows(q, parameters, len(rows))
+        form = None if weight is None else self._form(q, weight, None)
+        if weight is None or form is None:
+            return _vjp(q, parameters, rows)
+        others = [each for each in parameters if each is not weight]
+        found = iter(_vjp(q, others, rows) if others else [])
+        return [form.applied(rows, basis_of(weight)) if each is weight else next(found) for each in parameters]
+
+    def _weight_in_rows(self, q: Tensor, parameters: list[nn.Parameter], batch: int) -> nn.Parameter | None:
+        """Return the one parameter of q's shape, if its derivative may have a closed form."""
+        alike = [each for each in parameters if each.shape == q.shape and each.dtype == q.dtype]
+        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 4 * PROBES
+        refuted = self._verdict is not None and self._verdict.is_no(self._place)
+        if len(alike) != 1 or not wide or batch <= PROBES or refuted or dry_run.current() is not None:
+            return None
+        return alike[0]
+
+    def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
+        """Return the closed form, or None if there is none; wait for the first verdict."""
+        form, fits = row_forms([q], [weight], [gain], [basis_of(weight)])
+        if own_capture() is not None:
+            return form
+        first = self._verdict is None
+        self._hear(Verdict(fits.all().unsqueeze(0)), 0)
+        assert self._verdict is not None
+        return None if (first and not bool(fits.all())) or self._verdict.is_no(self._place) else form
+
+    def _hear(self, verdict: Verdict, place: int) -> None:
+        """Record whether the derivative has the closed form, once the last verdict is known."""
+        if self._verdict is None or self._verdict.has_come():
+            self._verdict, self._place = verdict, place
+
+
+def slots_behind(engine: Engine, q: Tensor) -> list[Slot]:
+    """Return the slots of the trained parameters that q is made of."""
+    return [engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
+
+
+def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Any]:
+    """Return the parameters' gradients by one vjp over all rows; None for those that have none."""
+    options: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
+    with OWN_GRADIENTS.taken():
+        try:
+            return torch.autograd.grad(q, parameters, rows, is_grads_batched=True, **options)
+        except RuntimeError:  # an operator that vmap has no rule for
+            each = [torch.autograd.grad(q, parameters, row, **options) for row in rows]
+    return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
 class Unknown:

@@ -1,4 +1,4 @@
-"""One call of a unit, taken apart into what belongs to each sample and what is shared, and run sample by sample."""
+"""One call of a per-sample module, taken apart into samples and what they share, and run sample by sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.unit import UnitTap
+from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
@@ -32,10 +33,6 @@ class _Semantics(TorchFunctionMode):
 
     Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one.
     """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +64,7 @@ def _no_efficient_attention() -> Iterator[None]:
 def _no_checkpoints() -> Iterator[None]:
     """Let a checkpoint inside vmap fail now, because backward would rerun it outside of vmap; a loop then takes over.
 
-    Hooks on saved tensors that are active already, as in a checkpoint around the unit, cannot be forbidden.
+    Hooks on saved tensors that are active already, as in a checkpoint around the module, cannot be forbidden.
     """
     with ExitStack() as stack:
         with suppress(RuntimeError):
@@ -76,13 +73,17 @@ def _no_checkpoints() -> Iterator[None]:
 
 
 class WrittenArguments(UserError):
-    """Error of a unit that changes its arguments in place."""
+    """Error of a per-sample module that changes its arguments in place."""
 
 
 class SampleCall:
-    """Call of a unit. `leaves`: its arguments, flat; `mapped`: which hold one entry a sample, and in which dim."""
+    """Call of a per-sample module.
 
-    def __init__(self, tap: UnitTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves  its arguments, flat
+    mapped  which of them hold one entry a sample, and in which dimension
+    """
+
+    def __init__(self, tap: PerSampleTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tap = tap
         self.args_count = len(args)
         self.kwarg_names = list(kwargs)
@@ -106,7 +107,7 @@ class SampleCall:
                 main = False
 
     def admit(self) -> None:
-        self.tap.engine.forwards.admit_unit(self.tap, self.main()[0].dim(), shared=self.is_shared())
+        self.tap.engine.forwards.admit_call(self.tap, self.main()[0].dim(), shared=self.is_shared())
 
     def main(self) -> tuple[Tensor, int]:
         """Return the first tensor that has a row for each sample, and the dimension of samples."""
@@ -114,7 +115,7 @@ class SampleCall:
         return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
 
     def is_shared(self) -> bool:
-        """Return whether all arguments of the unit are shared by the samples."""
+        """Return whether all arguments are shared by the samples."""
         return self.batch != 1 and self.expanded >= self.mapped.keys()
 
     def kind(self) -> Any:
@@ -131,11 +132,8 @@ class SampleCall:
 
     # -- which arguments are per sample --------------------------------------------------------------------------------
 
-    def _dim(self, name: str) -> int | None:
-        return self.tap.input_dims.get(name, 0)
-
     def key(self, index: int) -> tuple[Any, ...]:
-        """Return a key for an argument's place in every call of the unit."""
+        """Return a key for an argument's place in every call of the module."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
@@ -145,7 +143,7 @@ class SampleCall:
         later batch of T samples. An equal size may be a coincidence, and is checked.
         """
         name, known = self.names[index], self.tap.per_sample.get(self.key(index))
-        dim = self._dim(name)
+        dim = self.tap.input_dims.get(name, 0)
         size = leaf.shape[dim] if dim is not None and leaf.dim() > dim else None
         certain = main or leaf.requires_grad or dim is None or name in self.tap.input_dims
         if dim is not None and size == self.batch and (certain or known is not False):
@@ -168,24 +166,24 @@ class SampleCall:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def call(self, parameters: dict[str, Tensor], leaves: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
-        """Run the unit's forward. Return its outputs, flat, their structure, and what it left on the module."""
+        """Run the module's forward. Return its outputs, flat, their structure, and what it left on the module."""
         values, start = [], 0
         for spec in self.specs:
             values.append(pytree.tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec))
             start += spec.num_leaves
         args = tuple(values[: self.args_count])
         kwargs = dict(zip(self.kwarg_names, values[self.args_count :], strict=True))
-        unit = self.tap.module
-        given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
+        buffers = dict(self.tap.module.named_buffers())
+        given = {parameter_key(key): buffer.clone() for key, buffer in buffers.items()}
         replaced = {**given, **parameters}
         untouched = token(values)
         with uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
-            output, changes = functional_call(self.tap.call, replaced, args, kwargs)
+            output, changes = functional_call(self.tap.functional, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()
-        for key, buffer in given.items():
+        for name, (key, buffer) in zip(buffers, given.items(), strict=True):
             if key not in parameters and (replaced[key] is not buffer or buffer._version):
-                changes[key.removeprefix("unit.")] = replaced[key]
+                changes[name] = replaced[key]
         found, spec = pytree.tree_flatten(output)
         for leaf in found:
             if not isinstance(leaf, (Tensor, *_RETURNED)):
@@ -213,11 +211,26 @@ class SampleCall:
         dims = self.tap.output_dims
         return dims[position] if position < len(dims) else 0
 
+    def run(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
+        """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
+        if self.batch == 0:
+            return self.on_empty_batch(expanded)
+        if not self.tap.by_loop:
+            try:
+                return self.by_vmap(expanded, commit=commit)
+            except (UserError, _StopRecomputationError):
+                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
+            except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.tap.by_loop = True
+                self.tap.describe(f"a loop over samples, for vmap failed: {reason}")
+        return self.by_loop(expanded, commit=commit)
+
     def on_empty_batch(self, expanded: dict[str, Tensor]) -> Any:
         found, spec, _ = self.call({key: value.sum(0) for key, value in expanded.items()}, self.leaves)
         return pytree.tree_unflatten(found, spec)
 
-    def by_vmap(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+    def by_vmap(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
         shape: list[Any] = []
         remains = Remains(self.tap.module, self.tap.name)
 
@@ -231,7 +244,7 @@ class SampleCall:
             return tuple(self._with_rows(leaf, position) for position, leaf in enumerate(tensors)), state
 
         inputs = [self.leaves[index] for index in self.mapped]
-        with _Semantics(self.tap.name), _no_efficient_attention(), _no_checkpoints():
+        with _Semantics(), _no_efficient_attention(), _no_checkpoints():
             run = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")
             stacked, state = run(expanded, *inputs)
         found, spec, agreed = shape
@@ -250,11 +263,11 @@ class SampleCall:
             )
         return leaf
 
-    def by_loop(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+    def by_loop(self, expanded: dict[str, Tensor], *, commit: bool) -> Any:
         split = {key: value.unbind(0) for key, value in expanded.items()}
         inputs = [self.leaves[index].split(1, dim) for index, dim in self.mapped.items()]
         answers, left = [], []
-        with _Semantics(self.tap.name):
+        with _Semantics():
             for b in range(self.batch):
                 parameters = {key: values[b] for key, values in split.items()}
                 found, spec, changes = self.call(parameters, self._with(chunks[b] for chunks in inputs))

@@ -11,21 +11,18 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
+from dpscope.flash.layers.per_sample import parameter_key
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
-from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.sample_rows.proxy import NotFollowed
-from dpscope.flash.taps.taps import Engine
-from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 
 # How far two ways to compute the same may differ, relative to the largest value.
@@ -59,17 +56,12 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class RunSamples(Protocol):
-    def __call__(self, call: SampleCall, expanded: dict[str, Tensor], /, *, commit: bool) -> Any: ...
-
-
 class UnitCheck:
-    """The check of one call; `run_samples` runs it sample by sample."""
+    """The check of one call."""
 
-    def __init__(self, tap: UnitTap, sample_call: SampleCall, run_samples: RunSamples) -> None:
-        self.tap = tap
+    def __init__(self, sample_call: SampleCall) -> None:
+        self.tap = tap = sample_call.tap
         self.call = sample_call
-        self.run_samples = run_samples
         self.kind = f"{tap.name} ({type(tap.module).__name__})"
         self.devices = {leaf.device for leaf in sample_call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
 
@@ -108,11 +100,11 @@ class UnitCheck:
 
     def _one_by_one(self) -> Answers:
         expanded = {
-            f"unit.{key}": parameter.detach().expand(self.call.batch, *parameter.shape)
+            parameter_key(key): parameter.detach().expand(self.call.batch, *parameter.shape)
             for key, parameter in self.tap.whole_parameters().items()
             if parameter.requires_grad
         }
-        output = self.run_samples(self.call, expanded, commit=False)
+        output = self.call.run(expanded, commit=False)
         return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def _compare(self, found: Answers, own: Answers, *, values: bool = True) -> None:
@@ -189,46 +181,6 @@ class UnitCheck:
             except (Exception, NotFollowed):  # a reading that does not fit fails in whatever way the module fails
                 return False
         return True
-
-
-class CheckedTap(UnitTap):
-    """A unit that is checked at its first call of each kind, and wherever the model is looked at again."""
-
-    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
-        super().__init__(engine, name, module)
-        self.by_loop = False
-        self.looks = 0  # of the schedule, when it was checked last
-        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
-
-    def describe(self, how: str) -> None:
-        """Describe for `explain()` how samples are run from now on."""
-
-    def check(self, sample_call: SampleCall) -> None:
-        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
-        if dry_run.current() is not None:
-            return
-        check = UnitCheck(self, sample_call, self.run)
-        if sample_call.undecided:
-            check.decide()
-        kind, looks = sample_call.kind(), len(self.engine.verification.schedule.looks)
-        if kind not in self.dtypes or looks > self.looks:
-            self.looks = looks
-            self.dtypes[kind] = check.run()
-
-    def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
-        """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
-        if sample_call.batch == 0:
-            return sample_call.on_empty_batch(expanded)
-        if not self.by_loop:
-            try:
-                return sample_call.by_vmap(expanded, commit=commit)
-            except (UserError, _StopRecomputationError):
-                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
-            except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self.by_loop = True
-                self.describe(f"a loop over samples, for vmap failed: {reason}")
-        return sample_call.by_loop(expanded, commit=commit)
 
 
 def _shuffled(leaf: Tensor) -> Tensor:

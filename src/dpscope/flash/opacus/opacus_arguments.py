@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash import layers
 from dpscope.flash.engine import LOSS_REDUCTIONS, FlashEngine
+from dpscope.flash.layers.plan import Ladder
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.layout import layout_of
 from dpscope.flash.taps.root_taps import RootTap
@@ -102,7 +102,7 @@ def as_number(value: Any) -> Any:
 def validate(module: nn.Module) -> None:
     try:
         require_module(module)
-        layers.plan(layout_of(module).module)
+        Ladder(layout_of(module).module).plan()
     except UserError as refusal:
         raise UnsupportedModelError(str(refusal)) from None
 

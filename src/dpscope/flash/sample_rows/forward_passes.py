@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
@@ -34,14 +34,6 @@ from dpscope.flash.torch_side.arguments import (
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.captures import own_capture, refuse_capture
 from dpscope.flash.torch_side.module_state import uncached_parametrizations
-from dpscope.flash.torch_side.torch_version import require_for_compiled
-
-
-class Retap(Protocol):
-    def __call__(
-        self, modules: Sequence[nn.Module], reason: str, *, climb: bool = False, strays: Collection[nn.Parameter] = ()
-    ) -> bool: ...
-
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
@@ -49,11 +41,6 @@ BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's ar
 class SampledLayer(Sampled, Protocol):
     def admit(self, x: Tensor) -> None:
         """Raise if x has no batch dimension."""
-
-
-class CallNotes(Protocol):
-    def call(self, tap: Any, x: Tensor) -> Any:
-        """Run a layer on x, and note its shapes."""
 
 
 class WatchedBlocks(Protocol):
@@ -86,7 +73,7 @@ class ForwardPasses:
         *,
         close: Callable[[], None],
         abandon: Callable[[], None],
-        retap: Retap,
+        retap: Callable[[NotFollowed], bool],
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
         ranks: Ranks,
@@ -108,10 +95,8 @@ class ForwardPasses:
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self._first_given: list[weakref.ref[Tensor]] = []  # what the first forward pass of the micro-batch was given
         self._warned_of_others = False
-        self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
         self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
-        self.notes: CallNotes | None = None  # where layers note their calls in a pass without gradients
         self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward
@@ -160,19 +145,17 @@ class ForwardPasses:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        compiled: Callable[..., Any] | None = None,
+        instead: Callable[..., Any] | None = None,
     ) -> Any:
         """Run the root's forward with gradients enabled. A new kind of call is verified first.
 
-        compiled  what is called in its place; verification calls the forward
+        instead  what is called in its place; verification calls the forward
         """
         if self._depth == 0:
             refuse_capture()
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         self._ranks.refuse_wrapper()
-        if compiled is not None:
-            require_for_compiled()
-        call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
+        call = RootCall(forward, args, kwargs, self._count(args, kwargs), instead)
         if self._depth or (not self._ranks.several and call.batch and not self.is_made_up):
             return self._call_root(call)
         self.close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
@@ -212,8 +195,8 @@ class ForwardPasses:
         self.close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0
-        real = None if call.compiled is None else self._settled(call.compiled)
-        call = call._replace(forward=self._settled(call.forward), compiled=real)
+        instead = None if call.instead is None else self._settled(call.instead)
+        call = call._replace(forward=self._settled(call.forward), instead=instead)
         if outermost and not again and not self._warned_of_others:
             self._compare_with_first(call)
         if self.state.micro_batch is CLOSED:
@@ -235,8 +218,7 @@ class ForwardPasses:
             return output
         except NotFollowed as end:
             self._first_misfit = self._first_misfit or str(end)  # the nearest to what the user wrote
-            reason = str(end).partition(". ")[0]
-            if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
+            if not self._retap(end):
                 first, self._first_misfit = self._first_misfit, ""
                 raise UserError(self._verification.doubt or first) from None
         self._verification.schedule.begin_again()
@@ -262,17 +244,17 @@ class ForwardPasses:
             )
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
-        forward, args, kwargs, _, compiled = call
+        forward, args, kwargs, _, instead = call
         above = self._budget.above
         begun = self._verification.begin(call) if outermost and not again else None
         if begun is not None and begun.verified:
             self._budget.begin_again(above)
         self._depth += 1
         try:
-            # The checkpoints of a compiled forward are the compiler's: what their layers leave is held.
-            watched = not again and compiled is None
+            # The checkpoints of what is called instead are not torch's: what their layers leave is held.
+            watched = not again and instead is None
             with self.blocks.watching() if self.blocks is not None and watched else nullcontext():
-                output = (compiled or forward)(*args, **kwargs)
+                output = (instead or forward)(*args, **kwargs)
         finally:
             self._depth -= 1
             unknown = self._unknown
@@ -332,7 +314,7 @@ class ForwardPasses:
                 f"{KEEP_BATCH_FIRST}"
             )
             raise NotFollowed([tap.module], reason) if self.can_begin_again else UserError(reason)
-        self.admit_unit(tap, x.dim(), shared=shared)
+        self.admit_call(tap, x.dim(), shared=shared)
         return x.expand(batch, *x.shape[1:]) if shared else x
 
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -360,7 +342,7 @@ class ForwardPasses:
             )
         return known
 
-    def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
+    def admit_call(self, tap: Sampled, dim: int, *, shared: bool) -> None:
         """Accept a call whose rows are known to be samples; record any other, to be verified after the forward."""
         if (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return

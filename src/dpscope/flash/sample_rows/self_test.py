@@ -10,7 +10,7 @@ cotangents u of the output, and random weights w_b of the samples:
 Rows of the output belong to samples (mixing.py), so that both sides are the same function of w. They agree for random w
 only where every v_b is right: a layer whose rows are not the samples, that is not what its class says, whose options
 change, whose hooks do more than they seem to, is found whatever the reason. A difference names the parameter; its
-module is tapped in another way (layers/ladder.py), and the test is made again.
+module is tapped in another way (layers/plan.py), and the test is made again.
 
 Half of the samples are silent: their rows of u are zero, so their v_b are zero in any precision. Their weights are
 large on the side of the engine alone. Then the other half is silent, and what the engine has for it has to be zero.

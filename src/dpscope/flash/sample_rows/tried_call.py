@@ -36,13 +36,13 @@ _HALF_ROW_TOLERANCE = 5e-2
 
 
 class RootCall(NamedTuple):
-    """A call of the model's forward with `batch` samples. `compiled`: what is really called, if not the forward."""
+    """A call of the model's forward with `batch` samples. `instead`: what is really called, if not the forward."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: int
-    compiled: Callable[..., Any] | None = None
+    instead: Callable[..., Any] | None = None
 
 
 class TriedCall:

@@ -2,67 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups
-from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
-from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.contributions import Kept, Summed, wide
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
-from dpscope.flash.sample_rows.verification import Verification
-from dpscope.flash.step.step_state import StepState
-from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
+from dpscope.flash.taps.recorder import Engine, is_recording
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
-from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
-from dpscope.flash.torch_side.autograd_graph import Anchor
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
+from dpscope.flash.torch_side.frames import break_graph
 from dpscope.flash.torch_side.instance_method import InstanceMethod
-
-
-class LayerBlock(Protocol):
-    """Checkpointed block that knows its own layers."""
-
-    def running(self) -> AbstractContextManager[None]: ...
-
-
-class Engine(Protocol):
-    """Interface of the engine for its taps and checkpointed blocks."""
-
-    model: nn.Module
-    ranks: Ranks
-    state: StepState
-    forwards: ForwardPasses
-    verification: Verification
-    path_rules: PathRules
-    clip: ClipRule
-    groups: RowGroups
-    cast: SharedCast
-    graph_cast: GraphCast
-    anchor: Anchor
-    refusal: type[UserError]
-    wanted: Collection[Slot] | None
-    defers_sums: bool  # per-sample sums over positions may wait for the closing
-
-    @property
-    def block(self) -> LayerBlock | None: ...
-
-    @property
-    def parameters(self) -> Collection[nn.Parameter]: ...
-
-    def slot(self, parameter: Tensor | None) -> Slot: ...
-
-    def add(self, slot: Slot, contribution: Contribution) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
 class Spec(NamedTuple):
@@ -92,9 +47,7 @@ class Tapped(torch.autograd.Function):
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
         engine = tap.engine
-        ctx.tap, ctx.live, ctx.generation = tap, live, engine.state.generation
-        if engine.block is not None:
-            ctx.block = engine.block
+        ctx.tap, ctx.live, ctx.recorder, ctx.generation = tap, live, engine.recorder, engine.state.generation
         if not x.size(0):
             ctx.empty = x.shape
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)
@@ -104,11 +57,8 @@ class Tapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        tap: LayerTap = ctx.tap
-        engine = tap.engine
-        recording = engine.anchor.is_recording()
-        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-            check_backward(tap, ctx.generation)
+        engine = ctx.tap.engine
+        recording = is_recording(ctx)
         if ctx.empty is not None:
             if recording:
                 engine.state.record()
@@ -117,12 +67,12 @@ class Tapped(torch.autograd.Function):
             g = g.resolve_neg()
         if not recording:
             return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
-        if ctx.block is not None:
-            with ctx.block.running():
+        if ctx.recorder is not engine.recorder:
+            with ctx.recorder.entered():
                 return None, _without_autocast(ctx, g), None, None
         if _is_any_autocast_enabled():
             return None, _without_autocast(ctx, g), None, None
-        return None, tap.backward(ctx, g), None, None
+        return None, ctx.tap.backward(ctx, g), None, None
 
 
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -131,17 +81,8 @@ _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
 _Node: Any = Tapped._backward_cls  # the class of `ctx`
 _Node.apply = Tapped.backward  # what autograd calls, without torch's search for the function
-_Node.block = None  # the checkpointed block whose layer this is
 _Node.empty = None  # the shape of an x without samples
 _Node.packed = None
-_Node.traced = False
-
-
-def check_backward(tap: TapOfSamples, generation: int) -> None:
-    """Refuse second-order backward passes, and passes through a forward of another micro-batch."""
-    tap.engine.state.check_graph(tap.name, generation)
-    if torch.is_grad_enabled():
-        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
 def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
@@ -175,6 +116,13 @@ class TapOfSamples(EngineTap):
         self.known: set[int] = set()
         self.shared: set[int] = set()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return break_graph(self, args, kwargs) if is_compiling() else self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, outside of compiled graphs."""
+        raise NotImplementedError
+
     def does_not_fit(self, reason: str) -> BaseException:
         """Return the error to raise if the module cannot be tapped this way.
 
@@ -188,9 +136,10 @@ class TapOfSamples(EngineTap):
 class LayerTap(TapOfSamples):
     """Base class of layer families: it runs a layer's forward and records its per-sample gradients in backward.
 
-    A family implements `forward` and `backward`. If compiled graphs should hold it, it implements `gradients`,
-    `piece_specs` and `record` instead of `backward`. `names` lists the parameters that the family knows; `slots` and
-    `ctx.live` (whether each requires a gradient) have the same order.
+    A family implements `forward` and `gradients`, which returns per-sample sums over positions. One that leaves other
+    pieces also implements `piece_specs` and `record`. A family that implements `backward` instead is not held by
+    compiled graphs. `names` lists the parameters that the family knows; `slots` and `ctx.live` (whether each requires a
+    gradient) have the same order.
 
     Args:
         engine: The engine that is attached.
@@ -224,9 +173,7 @@ class LayerTap(TapOfSamples):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.parameters = module._parameters
-        self.handed: tuple[Handed, ...] = ()
-        self.calls = 0
-        self.counted = True
+        self.graph_calls: Any = None  # the recorder's of compiled graphs
         self.expected = [(key, module._parameters.get(key)) for key in self.names]
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
@@ -245,10 +192,9 @@ class LayerTap(TapOfSamples):
         if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
             return self(*args, **kwargs)
         if is_compiling():
-            return self._call_in_graph(*args, **kwargs)
+            return self.engine.graphs.call(self, args, kwargs)
         if not is_grad_enabled():
-            notes = self.engine.forwards.notes
-            return self.original(*args, **kwargs) if notes is None else notes.call(self, *args, **kwargs)
+            return self.engine.recorder.call_without_gradients(self, args, kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, Proxy):
             x = x.samples(self.module)
@@ -267,18 +213,10 @@ class LayerTap(TapOfSamples):
             if blocks is not None:
                 return self(blocks).flatten(0, 1)
             x = engine.forwards.admit(self, x)
-        if engine.wanted is not None:
-            wanted = engine.wanted
+        wanted = engine.recorder.wanted
+        if wanted is not None:
             live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
         return _apply_tapped(self, self.prepare(x), live, engine.anchor.tensor)
-
-    def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Run the part that torch.compile traces: pure tensor work. The checks above ran before the graph began."""
-        live = self.live()
-        if not torch.is_grad_enabled() or True not in live:
-            return self.original(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        return call_traced(self, x, live)
 
     def live(self) -> tuple[bool, ...]:
         """Return which of the parameters `names` require a gradient."""
@@ -341,7 +279,7 @@ class LayerTap(TapOfSamples):
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
             if x.dtype != dtype:
-                x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
+                x = self.engine.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias
@@ -393,11 +331,23 @@ class LayerTap(TapOfSamples):
 
         `live` is `ctx.live`.
         """
-        raise NotImplementedError
+        dtype = wide(torch.promote_types(x.dtype, y.dtype))
+        return tuple(
+            Spec((x.shape[0], slot.parameter.numel()), dtype) if slot is not None and needed else None
+            for slot, needed in zip(self.slots, live, strict=True)
+        )
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`."""
-        raise NotImplementedError
+        """Give the engine the `pieces` of the parameters' per-sample gradients; `owned` as in `keep`.
+
+        Pieces are sums over positions, (B, elements of the parameter). Those of a vector may be (B, stretches,
+        elements), to be added up with other layers'.
+        """
+        for index, sums in enumerate(pieces):
+            if sums is not None and sums.dim() == 3:
+                self.defer_sums(index, sums, owned=True)
+            elif sums is not None:
+                self.keep(index, sums, owned=owned)
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """Return the gradient of x (if `ctx.needs_input_grad[1]`), given the output's `g`; record the parameters'."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled
 
 
@@ -47,19 +49,20 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if is_autocast_enabled(device) else nullcontext()
 
 
-_output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
+# Normalisations of a tensor (1, 2, 2).
+_PROBES: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (2,)),
+    "group_norm": lambda x: F.group_norm(x, 1),
+    "instance_norm": F.instance_norm,
+}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def autocast_output_dtype(
-    operator: Callable[[Tensor], Tensor], device: str, x: torch.dtype, dtype: torch.dtype
-) -> torch.dtype:
-    """Return the output dtype, under autocast, of an operator outside the lower-precision list.
+@cache
+def autocast_output_dtype(operator: str, device: str, x: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the output dtype of a normalisation in autocast to `dtype`, for an input of dtype x.
 
-    The operators that autocast runs in float32 differ between devices and torch versions. So `operator` is run once, on
-    a tiny tensor (1, 2, 2) of dtype x.
+    The operators that autocast runs in float32 differ between devices and torch versions. So it is run once, on a tiny
+    tensor.
     """
-    known = (operator, device, x, dtype)
-    if known not in _output_dtypes:
-        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x, device=device)).dtype
-    return _output_dtypes[known]
+    return _PROBES[operator](torch.ones(1, 2, 2, dtype=x, device=device)).dtype

@@ -138,7 +138,7 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """Save tensors like ctx.save_for_backward. Call this before the layer computes."""
-    hooks = None if ctx.traced or keeps_graph is None else current_hooks()
+    hooks = None if keeps_graph is None else current_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
     else:
@@ -148,7 +148,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 def saved(ctx: Any) -> tuple[Any, ...]:
     """Return the saved tensors like ctx.saved_tensors, and None in place of each None."""
-    if ctx.traced or ctx.packed is None:
+    if ctx.packed is None:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors
     if ctx.unpack is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,15 +14,10 @@ from dpscope.flash.combinations import COMPILED_FORWARD
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Sets what looks at each new Python frame and gives back what did before. None: frames run as they are.
-_set_callback: Callable[[Any], Any] | None = getattr(eval_frame, "set_eval_frame", None)
 _skip: Callable[[Any], Any] | None = getattr(decorators, "skip", None)
+# Sets what looks at each new Python frame and gives back what did before. None: frames run as they are.
+set_callback: Callable[[Any], Any] | None = _skip and getattr(eval_frame, "set_eval_frame", None)
 skip_frame: Callable[[_Function], _Function] = _skip or (lambda function: function)  # what it calls may be compiled
-
-COMPILE_FIRST = (
-    "the model was compiled after it was made private, and what counts its samples runs between graphs: for "
-    "fullgraph=True call torch.compile first, then make_private"
-)
 
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
@@ -38,50 +33,12 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-class CompiledAfter(Protocol):
-    """A tap that torch.compile has met."""
-
-    original: Callable[..., Any]
-
-    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-def _run_outside(tap: CompiledAfter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the tap's work uncompiled. The forward inside it is compiled as one frame.
-
-    Called where torch.compile looks at every new frame, and itself skipped by it. Until the callback is restored, this
-    calls only C functions and the frame that is to be compiled.
-    """
-    assert _set_callback is not None
-    callback = _set_callback(None)
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        _set_callback(callback)
-        try:
-            return _forward_frame(tap.original, args, kwargs)
-        finally:
-            _set_callback(None)
-
-    try:
-        return tap.run_compiled(compiled, args, kwargs)
-    finally:
-        _set_callback(callback)
-
-
-def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call forward in a frame of dpscope: torch.compile begins no graph in frames of torch's own modules."""
-    return forward(*args, **kwargs)
-
-
-@uncompiled(COMPILE_FIRST)
-def _run_eagerly(tap: CompiledAfter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tap.run_compiled(tap.original, args, kwargs)
-
-
-_run_outside._torchdynamo_disable_msg = COMPILE_FIRST  # type: ignore[attr-defined]  # what torch.compile shows
-
-# In a version of torch that lacks either, the forward runs as it is: exact, and not compiled.
-run_outside = _run_eagerly if _set_callback is None or _skip is None else _skip(_run_outside)
+@uncompiled(
+    "flash clipping: capture leaves do not fit this call of a layer, or it runs sample by sample; it runs eagerly"
+)
+def break_graph(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function uncompiled."""
+    return call(*args, **kwargs)
 
 
 def is_wrapper(module: object) -> bool:

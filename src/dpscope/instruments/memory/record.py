@@ -27,7 +27,14 @@ _FLASH = ("dpscope.flash",)
 # Its modules that stand in for a layer's forward: what they make there was asked for by the line that calls the layer.
 _STAND_IN = tuple(
     f"{_FLASH[0]}.{name}"
-    for name in ("taps.taps", "taps.traced", "layers", "torch_side.autocast", "torch_side.saved_tensors")
+    for name in (
+        "taps.taps",
+        "taps.recorder",
+        "compiled.traced",
+        "layers",
+        "torch_side.autocast",
+        "torch_side.autograd_graph",
+    )
 )
 _ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.flash import DPFlashOptimizer, FlashEngine, PrivacyEngine
-from dpscope.flash.layers import linear, norm
+from dpscope.flash.taps.recorder import Recorder
 from tests.unit.flash.checkpointed_models import (
     KINDS,
     CheckpointedDecoder,
@@ -277,11 +277,13 @@ def test_samples_that_are_not_finite_stay_out(reentrant, where, batch):
 def test_sums_over_positions_are_held_where_they_are_small_and_not_made_again(reentrant, monkeypatch):
     """Of biases and norm layers, in blocks whose samples are long."""
     made = []
-    for module, kernel in ((linear, "bias_sums"), (norm, "layer_norm_sums")):
-        original = getattr(module, kernel)
-        monkeypatch.setattr(
-            module, kernel, lambda *args, f=original, **kwargs: made.append(f.__name__) or f(*args, **kwargs)
-        )
+    for kernel in (Recorder.bias_sums, Recorder.layer_norm_sums):
+
+        def counted(*args, kernel=kernel, **options):
+            made.append(kernel.__name__)
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(Recorder, kernel.__name__, staticmethod(counted))
     torch.manual_seed(1)
     batch = token_batch(4, 64)
     model = decoder(kind=reentrant)
@@ -291,6 +293,7 @@ def test_sums_over_positions_are_held_where_they_are_small_and_not_made_again(re
         held = {slot.name for slot, _ in engine.contributions()}
         assert {"blocks.0.norm1.weight", "blocks.1.mlp.0.bias"} <= held
         assert "blocks.0.q.weight" not in held
+        assert {"bias_sums", "layer_norm_sums"} <= set(made)
         made.clear()
         engine.finish()
         assert made == []

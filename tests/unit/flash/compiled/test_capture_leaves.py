@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
-from dpscope.flash.taps.traced import Traced
+from dpscope.flash.compiled.traced import Traced
 
 B, D = 4, 5
 CLIP = 0.3

@@ -130,7 +130,7 @@ def test_layers_that_read_one_tensor_give_out_one_cast_of_it():
             sums.append([parameter.grad.clone() for parameter in whole.parameters()])
             engine.zero_grad()
     torch.testing.assert_close(*sums, rtol=2e-2, atol=2e-4)
-    assert engine.graph_cast.source is None
+    assert engine.graphs.last_cast.source is None
 
 
 class Block(nn.Module):

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.layers import bare_use
+from dpscope.flash.layers import row_derivatives
+from dpscope.flash.layers.bare import Bare
 from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
 from tests.unit.flash.flash_models import sine_losses
 
@@ -369,11 +370,11 @@ class PositionBias(nn.Module):
 def test_what_all_blocks_make_of_a_parameter_is_pulled_back_once(monkeypatch):
     pulled = []
 
-    def pull(*given, _vjp=bare_use._vjp):
+    def pull(*given, _vjp=row_derivatives._vjp):
         pulled.append(given[0].shape)
         return _vjp(*given)
 
-    monkeypatch.setattr(bare_use, "_vjp", pull)
+    monkeypatch.setattr(row_derivatives, "_vjp", pull)
     model, batch = PositionBias(), {"x": torch.randn(4, 5, 6)}
     assert_exact(model, batch, sine_losses)
     model.zero_grad()
@@ -442,6 +443,19 @@ def test_parameters_are_the_models_own_during_and_after_forward():
             model(torch.randn(3, LENGTH, WIDTH))
     assert seen[-1]
     assert model.p is own
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_hooks_find_ordinary_parameters_while_taps_are_taken_off():
+    model, kinds = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh()), []
+    model[0].register_forward_pre_hook(lambda module, _: kinds.append(type(module.weight)))
+    with FlashEngine(model) as engine:
+        model(torch.randn(3, 4))
+        assert Bare in kinds
+        kinds.clear()
+        with engine.without_taps():
+            model(torch.randn(3, 4))
+    assert kinds == [Tensor]
 
 
 @pytest.mark.parametrize("name", ["attention bias", "attention bias of heads", "attention bias in windows"])

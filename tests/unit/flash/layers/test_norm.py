@@ -8,6 +8,7 @@ from torch import nn
 
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.layers import norm
+from dpscope.flash.taps.recorder import Recorder
 from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import LlamaRMSNorm, randomised
 
@@ -59,8 +60,8 @@ def test_sums_of_stretches_are_added_up_when_the_micro_batch_is_closed(kind, fro
 
         return of_halves
 
-    monkeypatch.setattr(norm, "layer_norm_sums", in_stretches(layer_norm_sums))
-    monkeypatch.setattr(norm, "rms_norm_sums", in_stretches(rms_norm_sums))
+    monkeypatch.setattr(Recorder, "layer_norm_sums", staticmethod(in_stretches(layer_norm_sums)))
+    monkeypatch.setattr(Recorder, "rms_norm_sums", staticmethod(in_stretches(rms_norm_sums)))
     twice, wide = kind == "used twice", kind == "several dimensions"
     layer = randomised(nn.LayerNorm((2, 4)) if wide else nn.LayerNorm(4) if twice else over_features(kind, 4))
     for name in frozen:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.layers import bare_use
+from dpscope.flash.layers import row_derivatives
 from dpscope.flash.layers.row_derivatives import RowForm, basis_of, row_forms
 from tests.unit.flash.agreement import assert_exact
 
@@ -108,13 +108,13 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["standardised", "by batch_norm", "masked"])
 def test_a_convolution_of_a_derived_weight_is_exact(name, monkeypatch):
-    pulled, vjp = [], bare_use._vjp
+    pulled, vjp = [], row_derivatives._vjp
 
     def counted(q, parameters, rows, **options):
         pulled.append(len(rows))
         return vjp(q, parameters, rows, **options)
 
-    monkeypatch.setattr(bare_use, "_vjp", counted)
+    monkeypatch.setattr(row_derivatives, "_vjp", counted)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), Standardised((FITTING | OTHERS)[name]))
     x = {"x": torch.randn(7, 2, 5, 5)}
     assert_exact(model, x, losses)

@@ -171,7 +171,7 @@ def test_a_mixture_that_gives_out_the_scores_of_its_tokens_runs_alone_sample_by_
     model = Routed()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         private_step(engine, {"x": torch.randn(3, 5, 3)}, losses)
-        assert [unit.name for unit in engine.opaque_units()] == ["router"]
+        assert [unit.name for unit in engine.per_sample_modules()] == ["router"]
     model.zero_grad()
     assert_exact(model, {"x": torch.randn(3, 5, 3)}, losses)
 
@@ -204,7 +204,7 @@ def test_modules_with_one_parent_climb_to_it_and_no_further():
     batch = rows()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         private_step(engine, batch, losses)
-        assert [unit.name for unit in engine.opaque_units()] == ["1.0"]
+        assert [unit.name for unit in engine.per_sample_modules()] == ["1.0"]
     model.zero_grad()
     assert_exact(model, batch, losses)
 

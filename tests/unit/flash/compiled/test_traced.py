@@ -144,34 +144,48 @@ def test_the_blocks_of_a_model_with_a_parameter_of_its_own_share_one_graph():
     assert graphs.count == 1
 
 
-def test_a_registered_layer_that_says_only_what_backward_does_breaks_the_graph_and_is_exact(monkeypatch):
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(5))
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.bias
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
 
-    class ScaleTap(LayerTap):
-        names = ("bias",)
 
-        def forward(self, ctx, x):
-            return self.original(x)
+class ScaleByBackward(LayerTap):
+    names = ("bias",)
 
-        def backward(self, ctx, g):
-            self.keep(0, g.sum(1))
-            return g
+    def forward(self, ctx, x):
+        return self.original(x)
 
-    monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES, Scale: ScaleTap})
+    def backward(self, ctx, g):
+        self.keep(0, g.sum(1))
+        return g
+
+
+class ScaleByGradients(LayerTap):
+    names = ("bias",)
+
+    def forward(self, ctx, x):
+        return self.original(x)
+
+    def gradients(self, ctx, g):
+        return g, g.sum(1)
+
+
+@pytest.mark.parametrize(("tap", "graphs"), [(ScaleByBackward, 2), (ScaleByGradients, 1)])
+def test_a_registered_layer_is_exact_and_breaks_the_graph_only_if_it_says_backward(tap, graphs, monkeypatch):
+    monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES, Scale: tap})
     model = nn.Sequential(nn.Linear(5, 5), Scale(), nn.Tanh(), nn.Linear(5, 2))
-    assert assert_compiled_exact(model, {"x": torch.randn(BATCH, 3, 5)}, squares).count == 2
+    assert assert_compiled_exact(model, {"x": torch.randn(BATCH, 3, 5)}, squares).count == graphs
 
 
-def test_half_precision_of_autocast_is_that_of_eager_steps():
+@pytest.mark.parametrize("build", [lambda: Decoder(layers=1, tied=True), lambda: Checkpointed(layers=1)])
+def test_half_precision_of_autocast_is_that_of_eager_steps(build):
     def sums(*, compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model, batch = Decoder(layers=1, tied=True), token_batch(BATCH, 6)
+        model, batch = build(), token_batch(BATCH, 6)
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         with FlashEngine(called, max_grad_norm=0.3, path="gram") as engine:
             with torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,153 @@
+"""Taps on what is compiled: the root, and modules around the model or inside it that torch.compile has wrapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dpscope.flash.compiled.regions import CallShapes, CompiledEngine, Region
+from dpscope.flash.taps.root_taps import RootTap
+from dpscope.flash.taps.taps import EngineTap
+from dpscope.flash.torch_side.attributes import temporarily
+from dpscope.flash.torch_side.frames import is_wrapper, original_of, set_callback, skip_frame, uncompiled
+from dpscope.flash.torch_side.instance_method import instance_method
+from dpscope.flash.torch_side.torch_version import require_for_compiled
+
+COMPILE_FIRST = (
+    "the model was compiled after it was made private, and what counts its samples runs between graphs: for "
+    "fullgraph=True call torch.compile first, then make_private"
+)
+
+
+class RootRegionTap(RootTap):
+    """The root's forward, which may be compiled after the model was made private."""
+
+    entered = False  # in a graph: whether the pass has begun outside of it
+
+    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.region = Region(engine, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        if self.entered or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return run_outside(self, args, kwargs)
+
+    def run_region(
+        self, region: Region, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a pass of the model by the compiled forward of a region that is the whole model."""
+
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            if not self.engine.forwards.size():  # an empty batch
+                return region.eager(*args, **kwargs)
+            with temporarily(self, entered=True), region.entered(args, kwargs):
+                return forward(*args, **kwargs)
+
+        require_for_compiled()
+        return self.run(region.eager, args, kwargs, instead=in_region)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        _clear_what_is_compiled()
+        return super().run(*args, **options)
+
+
+def _clear_what_is_compiled() -> None:
+    """Make `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
+
+    torch's wrapper clears the same parameters, and may be put around a model at any time after it was made private.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and "zero_grad" not in vars(compiler.OptimizedModule):
+        compiler.OptimizedModule.zero_grad = _zero_grad_of_the_original
+
+
+def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
+    compiled._orig_mod.zero_grad(set_to_none)
+
+
+class RegionTap(EngineTap):
+    """Tap on the forward of the module that torch.compile(module) returns."""
+
+    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module, root: RootRegionTap) -> None:
+        super().__init__(engine, name, module)
+        require_for_compiled()
+        inner = original_of(module)
+        self.root = root if inner is engine.model else None
+        self.region = Region(engine, inner._call_impl)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plans = isinstance(self.engine.recorder, CallShapes)
+        if torch.compiler.is_compiling() or plans or self.engine.forwards.in_trial:
+            return self.region.eager(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if self.root is not None:
+            return self.root.run_region(self.region, self.original, args, kwargs)
+        if not self.engine.forwards.size():  # an empty batch, or outside of the model's forward
+            return self.region.eager(*args, **kwargs)
+        with self.region.entered(args, kwargs):
+            return self.original(*args, **kwargs)
+
+
+class CompiledCallTap(RegionTap):
+    """Tap on the call that module.compile() puts in place of the module's own."""
+
+    attribute: ClassVar[str] = "_compiled_call_impl"
+
+
+def region_taps(engine: CompiledEngine, given: nn.Module, root: RootRegionTap) -> list[RegionTap]:
+    """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
+    found = []
+    for name, module in given.named_modules():
+        kind = RegionTap if is_wrapper(module) else CompiledCallTap
+        if vars(module).get(kind.attribute) is not None and instance_method(module, kind.attribute) is None:
+            found.append(kind(engine, name, module, root))
+    return found
+
+
+# -- the root's forward as one frame -----------------------------------------------------------------------------------
+
+
+def _run_outside(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the tap's work uncompiled. The forward inside it is compiled as one frame.
+
+    Called where torch.compile looks at every new frame, and itself skipped by it. Until the callback is restored, this
+    calls only C functions and the frame that is to be compiled.
+    """
+    assert set_callback is not None
+    callback = set_callback(None)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        set_callback(callback)
+        try:
+            return _forward_frame(tap.original, args, kwargs)
+        finally:
+            set_callback(None)
+
+    try:
+        return tap.run_region(tap.region, compiled, args, kwargs)
+    finally:
+        set_callback(callback)
+
+
+def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call forward in a frame of dpscope: torch.compile begins no graph in frames of torch's own modules."""
+    return forward(*args, **kwargs)
+
+
+@uncompiled(COMPILE_FIRST)
+def _run_eagerly(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tap.run_region(tap.region, tap.original, args, kwargs)
+
+
+_run_outside._torchdynamo_disable_msg = COMPILE_FIRST  # type: ignore[attr-defined]  # what torch.compile shows
+
+# In a version of torch that does not let it be set, the forward runs as it is: exact, and not compiled.
+run_outside = _run_eagerly if set_callback is None else skip_frame(_run_outside)
