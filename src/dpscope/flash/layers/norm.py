@@ -160,8 +160,8 @@ class GroupNormTap(NormTap):
         g, positions = g.to(x.dtype).contiguous(), math.prod(x.shape[2:])  # the kernel takes g to be contiguous
         needs_sums, folds = needs_weight or needs_bias, batch * ctx.groups <= MOST_GROUPS
         dx, weight_sums, bias_sums = _group_norm_backward(
-            g.view(1, batch * channels, -1),
-            x.view(1, batch * channels, -1),
+            g,  # the sizes that follow count, not the shapes of g and x
+            x,
             mean.reshape(1, -1),
             rstd.reshape(1, -1),
             None if weight is None else weight.repeat(batch),
@@ -175,7 +175,7 @@ class GroupNormTap(NormTap):
             apart = (mean, rstd, weight, batch, channels, positions, ctx.groups, [True, False, False])
             dx = _group_norm_backward(g, x, *apart)[0]
         return (
-            dx.view(x.shape) if needs_x else None,
+            dx if needs_x else None,
             weight_sums.view(batch, channels) if needs_weight else None,
             bias_sums.view(batch, channels) if needs_bias else None,
         )
