@@ -53,7 +53,11 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
-_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
+_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_", "fsdp::chunk_cat")
+# Collectives that return the tensor they wrote into, and a handle to wait for.
+_COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+# Ranges for torch.profiler, of which FSDP opens thousands: they concern no tensor.
+_RANGES = {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
 _USUAL_TYPES = ((), (FakeTensor,))
 
 
@@ -67,6 +71,7 @@ class _Mode(FakeTensorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocator = allocator
         self._results = RememberedResults(self)
+        self._handles: dict[str, Any] = {}  # of collectives, which are all done at once
         self._is_inside = False
 
     @classmethod
@@ -80,6 +85,8 @@ class _Mode(FakeTensorMode):
         if types not in _USUAL_TYPES and any(map(is_shard_type, types)):
             return NotImplemented  # until it has come to the parts that this rank holds
         kwargs = kwargs or {}
+        if func in _RANGES:
+            return func(*args, **kwargs)
         if (device := kwargs.get("device")) is not None and device.type == "meta":  # which C++ calls it
             kwargs = {**kwargs, "device": DEVICE}
         if self._is_inside:
@@ -100,7 +107,15 @@ class _Mode(FakeTensorMode):
         return result
 
     def _compute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return None if func._schema.name in _IN_PLACE else super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name
+        if name in _IN_PLACE:
+            return None
+        if name in self._handles:
+            return args[0], self._handles[name]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in _COLLECTIVES:
+            self._handles[name] = result[1]
+        return result
 
 
 class FakeDevice:
