@@ -7,6 +7,7 @@ Operators that C++ chooses by the device are chosen in `cuda_operators.py`; allo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,7 +59,10 @@ _IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_", "fsdp::chunk_cat")
 # Collectives that return the tensor they wrote into, and a handle to wait for.
 _COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 # Ranges for torch.profiler, of which FSDP opens thousands: they concern no tensor.
-_RANGES = {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+_RANGES = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _USUAL_TYPES = ((), (FakeTensor,))
 
 
@@ -131,12 +135,13 @@ class FakeDevice:
 
         Integer values are kept, because ids and masks decide what some models do.
         """
-        if rows is not None and tensor.dim() and len(tensor) != rows:
-            with _disable_current_modes():
-                tensor = tensor[torch.arange(rows) % len(tensor)] if not tensor.is_floating_point() else tensor
-        shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
+        repeats = rows is not None and tensor.dim() > 0 and len(tensor) != rows
+        shape = (rows, *tensor.shape[1:]) if rows is not None and repeats else tensor.shape
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
-        if not tensor.is_floating_point() and tensor.numel() <= fake_values.LARGEST_VALUE:
+        if not tensor.is_floating_point() and math.prod(shape) <= fake_values.LARGEST_VALUE:
+            if repeats:
+                with _disable_current_modes():
+                    tensor = tensor[torch.arange(rows) % len(tensor)]
             fake_values.know(fake, tensor)
         return fake
 
