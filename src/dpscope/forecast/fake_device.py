@@ -21,7 +21,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpscope.flash.kernels import noise
+from dpscope.flash.kernels import noise, philox
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
 from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast import fake_values
@@ -117,7 +117,7 @@ class _Mode(FakeTensorMode):
             return None
         if name in self._handles:
             return args[0], self._handles[name]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if name in _COLLECTIVES:
             self._handles[name] = result[1]
         return result
@@ -135,13 +135,12 @@ class FakeDevice:
 
         Integer values are kept, because ids and masks decide what some models do.
         """
-        repeats = rows is not None and tensor.dim() > 0 and len(tensor) != rows
-        shape = (rows, *tensor.shape[1:]) if rows is not None and repeats else tensor.shape
+        shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
         if not tensor.is_floating_point() and math.prod(shape) <= fake_values.LARGEST_VALUE:
-            if repeats:
+            if shape != tensor.shape:
                 with _disable_current_modes():
-                    tensor = tensor[torch.arange(rows) % len(tensor)]
+                    tensor = tensor[torch.arange(shape[0]) % len(tensor)]
             fake_values.know(fake, tensor)
         return fake
 
@@ -228,13 +227,10 @@ def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Modul
     return module
 
 
-_plain_normals = noise.normals
-
-
 def _normals(block: Tensor, seed: int, offset: int) -> Tensor:
     """Make noise of blocks whose numbers nobody reads: a card without Triton's kernels needs thousands of calls."""
     fake_values.forget(block)
-    return _plain_normals(block, seed, offset)
+    return philox.normals(block, seed, offset)
 
 
 _data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
