@@ -15,6 +15,7 @@ from dpscope.errors import UserError
 
 ACCOUNTANTS = ("prv", "rdp")
 STEPS_TRIED = 2**24
+LARGEST_EPSILON = 200  # that is accounted for: it protects nobody, and the PRV accountant takes minutes for more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,12 @@ def account(goal: PrivacyGoal) -> Privacy:
     rate = goal.sample_rate
     with _quiet():
         steps, noise = _solved(goal, delta, rate)
+        about = epsilon_of(noise, rate, steps, delta, "rdp")
+        if not about <= LARGEST_EPSILON:
+            raise UserError(
+                f"{steps} steps at noise multiplier {noise:g} take epsilon {about:.3g}, which protects nobody: add "
+                "noise, or train less"
+            )
         spent = {name: epsilon_of(noise, rate, steps, delta, name) for name in ACCOUNTANTS}
     if goal.epsilon is not None and goal.noise_multiplier is not None and spent[goal.accountant] > goal.epsilon * 1.001:
         most = _most_steps(goal, delta, rate)
@@ -160,6 +167,10 @@ def _notes(goal: PrivacyGoal) -> Iterator[str]:
         yield (
             f"Opacus's loader rounds the sampling rate to one in {round(1 / goal.sample_rate)}: {expected} samples are "
             f"expected in a batch, not {goal.logical_batch}."
+        )
+    if goal.delta is not None and goal.delta * goal.samples >= 1:
+        yield (
+            f"δ = {goal.delta:g} is not below 1 / samples: it allows to publish a whole sample. Give a smaller --delta."
         )
 
 

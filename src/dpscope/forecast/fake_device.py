@@ -7,6 +7,7 @@ Operators that C++ chooses by the device are chosen in `cuda_operators.py`; allo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dpscope.flash.kernels import noise, philox
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
 from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast import fake_values
@@ -53,7 +55,14 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
-_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
+_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_", "fsdp::chunk_cat")
+# Collectives that return the tensor they wrote into, and a handle to wait for.
+_COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+# Ranges for torch.profiler, of which FSDP opens thousands: they concern no tensor.
+_RANGES = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _USUAL_TYPES = ((), (FakeTensor,))
 
 
@@ -67,6 +76,7 @@ class _Mode(FakeTensorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocator = allocator
         self._results = RememberedResults(self)
+        self._handles: dict[str, Any] = {}  # of collectives, which are all done at once
         self._is_inside = False
 
     @classmethod
@@ -80,6 +90,8 @@ class _Mode(FakeTensorMode):
         if types not in _USUAL_TYPES and any(map(is_shard_type, types)):
             return NotImplemented  # until it has come to the parts that this rank holds
         kwargs = kwargs or {}
+        if func in _RANGES:
+            return func(*args, **kwargs)
         if (device := kwargs.get("device")) is not None and device.type == "meta":  # which C++ calls it
             kwargs = {**kwargs, "device": DEVICE}
         if self._is_inside:
@@ -100,7 +112,15 @@ class _Mode(FakeTensorMode):
         return result
 
     def _compute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return None if func._schema.name in _IN_PLACE else super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name
+        if name in _IN_PLACE:
+            return None
+        if name in self._handles:
+            return args[0], self._handles[name]
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in _COLLECTIVES:
+            self._handles[name] = result[1]
+        return result
 
 
 class FakeDevice:
@@ -115,12 +135,12 @@ class FakeDevice:
 
         Integer values are kept, because ids and masks decide what some models do.
         """
-        if rows is not None and tensor.dim() and len(tensor) != rows:
-            with _disable_current_modes():
-                tensor = tensor[torch.arange(rows) % len(tensor)] if not tensor.is_floating_point() else tensor
         shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
-        if not tensor.is_floating_point() and tensor.numel() <= fake_values.LARGEST_VALUE:
+        if not tensor.is_floating_point() and math.prod(shape) <= fake_values.LARGEST_VALUE:
+            if shape != tensor.shape:
+                with _disable_current_modes():
+                    tensor = tensor[torch.arange(shape[0]) % len(tensor)]
             fake_values.know(fake, tensor)
         return fake
 
@@ -149,6 +169,7 @@ def _patches(card: Card) -> Iterator[Any]:
     yield patch("torch.cuda.set_rng_state", lambda state, device=None: None)
     yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
     yield patch.object(FakeTensor, "__deepcopy__", _copied)
+    yield patch.object(noise, "normals", _normals)
     yield patch.object(torch.nn.Module, "to", _moved)
     yield patch("torch.utils.swap_tensors", _take)
     for name in ("transformers.utils.import_utils", "transformers.masking_utils"):
@@ -205,6 +226,12 @@ def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Modul
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 part._parameters[key] = torch.nn.Parameter(empty, parameter.requires_grad)
     return module
+
+
+def _normals(block: Tensor, seed: int, offset: int) -> Tensor:
+    """Make noise of blocks whose numbers nobody reads: a card without Triton's kernels needs thousands of calls."""
+    fake_values.forget(block)
+    return philox.normals(block, seed, offset)
 
 
 _data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr

@@ -33,6 +33,11 @@ def know(tensor: Tensor, value: Tensor) -> None:
     setattr(tensor, _VALUE, value)
 
 
+def forget(tensor: Tensor) -> None:
+    """Take the value of a fake tensor for unknown, and with it all that is made of it."""
+    vars(tensor).pop(_VALUE, None)
+
+
 def reads_values(func: Any) -> bool:
     """Return whether an operator's result is a value."""
     return func is _READ or func is _COMPARE

@@ -26,6 +26,16 @@ from dpscope.vocabulary.settings import TrainerSettings
 _DDP, _FSDP = "torch.nn.parallel.distributed", "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 
 
+class _Idle:
+    """A stream or an event: whatever is asked of it is done at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return _Idle
+
+
 class _Reducer:
     """DDP's buckets of gradients, which travel in each backward pass."""
 
@@ -74,7 +84,7 @@ def _patches(allocator: Allocator) -> Iterator[Any]:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     for name in ("Stream", "Event", "current_stream"):
-        yield patch(f"torch.cuda.{name}", MagicMock())
+        yield patch(f"torch.cuda.{name}", _Idle)
     yield patch("torch.cuda.stream", lambda stream: nullcontext())
     yield patch("torch._C._get_accelerator", lambda *args: torch.device("cuda"), create=True)
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):

@@ -200,8 +200,9 @@ def _plan_method(
     fits = fit.batch >= (asked.batch_size or 1)
     row |= {"largest_batch": fit.batch, "peaks": {size: fit.points[size].peak_bytes for size in sorted(fit.points)}}
     if not fits:
-        least = min(fit.points)
-        return {**row, "needs_bytes": fit.points[least].peak_bytes, "needs_batch": least}
+        batch = asked.batch_size or 1
+        needed = fit.points.get(batch) or forecast_step(replace(spec, batch_size=batch), card, detailed=False)
+        return {**row, "needs_bytes": needed.reserved_bytes, "needs_batch": batch}
     # As few passes as a logical batch can take, none of them nearly empty.
     batch = asked.batch_size or min(fit.batch, math.ceil(share / math.ceil(share / fit.batch)))
     say(f"{spec.method}: a step of {batch} in detail")

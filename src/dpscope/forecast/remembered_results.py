@@ -18,6 +18,8 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 _META = torch.device("meta")
 _make_subclass: Callable[..., Any] = Tensor._make_subclass  # torch's own, which the fake device replaces
 _CHANGES_TENSORS = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
+# Operators of the noise generator for which another number makes no difference: it has a new one in each call.
+_ANY_NUMBER = {f"aten::{name}" for name in ("bitwise_and", "bitwise_and_", "bitwise_xor", "bitwise_xor_", "full_like")}
 
 
 class _Unusual(Exception):
@@ -63,31 +65,32 @@ class RememberedResults:
         """Return the result of a call: made anew if it is known, else computed."""
         key = key_of(func, args, kwargs)
         known = None if key is None else self._recipes.get(key)
+        operands = (*args, *kwargs.values()) if kwargs else args
         if known is not None:
             _, kind, recipes = known
             if kind is list or kind is tuple:
-                return kind([self._make(recipe, args) for recipe in recipes])
-            return self._make(recipes[0], args)
+                return kind([self._make(recipe, operands) for recipe in recipes])
+            return self._make(recipes[0], operands)
         result = compute(args, kwargs)
         if key is not None and key not in self._recipes:
             kind = type(result)
             try:
-                recipes = [_recipe(func, each, key, args) for each in (result if kind in (list, tuple) else [result])]
-                self._recipes[key] = func, kind, recipes
+                several = result if kind in (list, tuple) else [result]
+                self._recipes[key] = func, kind, [_recipe(func, each, key, operands) for each in several]
             except _Unusual:
                 self._recipes[key] = None
         return result
 
-    def _make(self, recipe: _Recipe, args: tuple[Any, ...]) -> Any:
+    def _make(self, recipe: _Recipe, operands: tuple[Any, ...]) -> Any:
         look, argument, same, value = recipe
         if look is None:
             return value
         if same and argument is not None:
-            return args[argument]
+            return operands[argument]
         dtype, shape, stride, offset, device = look
         empty = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         if argument is not None:
-            empty.set_(args[argument].untyped_storage(), offset, shape, stride)
+            empty.set_(operands[argument].untyped_storage(), offset, shape, stride)
         state = self._states.get(device)
         if state is None:  # of the first tensor on the device, as torch makes it
             state = self._states[device] = vars(FakeTensor(self._mode, empty, device)).copy()
@@ -101,11 +104,11 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         parts = [_describe(value) for value in args]
         if kwargs:
-            if any(isinstance(value, Tensor) for value in kwargs.values()):
-                return None
-            parts += (tuple(kwargs), *map(_describe, kwargs.values()))
+            parts += (*map(_describe, kwargs.values()), tuple(kwargs))
     except _Unusual:
         return None
+    if func._schema.name in _ANY_NUMBER:
+        parts = [part[:1] if part[0] is int else part for part in parts]
     return id(func), torch.get_default_dtype(), *parts
 
 
@@ -122,7 +125,7 @@ def _describe(value: Any) -> Any:
     raise _Unusual
 
 
-def _recipe(func: Any, result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
+def _recipe(func: Any, result: Any, key: Any, operands: tuple[Any, ...]) -> _Recipe:
     if func._schema.name in _CHANGES_TENSORS:
         raise _Unusual
     if type(result) in _PLAIN:
@@ -131,18 +134,18 @@ def _recipe(func: Any, result: Any, key: Any, args: tuple[Any, ...]) -> _Recipe:
         raise _Unusual
     look = _Look(*_describe(result))
     storage = result.untyped_storage()
-    for place, argument in enumerate(args):
+    for place, argument in enumerate(operands):
         if isinstance(argument, FakeTensor) and argument.untyped_storage()._cdata == storage._cdata:
             same = result is argument
             if same and look != key[2 + place]:
                 raise _Unusual
             return _Recipe(look, place, same)
-    if look.offset or storage.nbytes() != look.nbytes or _is_within(storage, args):
+    if look.offset or storage.nbytes() != look.nbytes or _is_within(storage, operands):
         raise _Unusual
     return _Recipe(look)
 
 
-def _is_within(storage: torch.UntypedStorage, args: tuple[Any, ...]) -> bool:
+def _is_within(storage: torch.UntypedStorage, operands: tuple[Any, ...]) -> bool:
     """Return whether a storage belongs to a tensor in a list of tensors."""
-    several = (each for argument in args if isinstance(argument, list | tuple) for each in argument)
+    several = (each for argument in operands if isinstance(argument, list | tuple) for each in argument)
     return any(isinstance(each, Tensor) and each.untyped_storage()._cdata == storage._cdata for each in several)

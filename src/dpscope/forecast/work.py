@@ -93,7 +93,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self.operators += 1
         key = key_of(func, args, kwargs)
-        storages = [each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)]
+        storages = [each.untyped_storage()._cdata for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         key = None if key is None or len(set(storages)) < len(storages) else (key, self._phase)
         call = self._calls.get(key) if key is not None else None
         if call is None:

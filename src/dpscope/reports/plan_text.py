@@ -49,9 +49,10 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
     if "refused" in row:
         return f"cannot be planned: {row['refused']}."
     if not row["batch_size"]:
+        smaller = f" The largest batch that fits is {row['largest_batch']}." if row["largest_batch"] else ""
         return (
-            f"does not fit. A batch of {row['needs_batch']} peaks at {format_bytes(row['needs_bytes'])}, and "
-            f"{format_bytes(card['limit_bytes'])} are there."
+            f"does not fit. A batch of {row['needs_batch']} takes {format_bytes(row['needs_bytes'])}, and "
+            f"{format_bytes(card['limit_bytes'])} are there.{smaller}"
         )
     peak = format_bytes(row["step"]["peak_bytes"])
     sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')}"

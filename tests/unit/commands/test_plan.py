@@ -19,6 +19,7 @@ from dpscope.forecast.plan import plan
 from dpscope.forecast.probe import Probe
 from dpscope.forecast.step import forecast_step
 from dpscope.plain_text import as_json
+from dpscope.reports.plan_text import describe_plan
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
 from tests import ROOT
@@ -101,7 +102,16 @@ def test_what_does_not_fit_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(CARDS, "t4", small(0.02))
     ended = run("--gpu", "t4")
     assert ended.exit_code == 1
-    assert "does not fit. A batch of 1 peaks at" in ended.output
+    assert "does not fit. A batch of 1 takes" in ended.output
+
+
+def test_a_given_batch_that_does_not_fit_says_what_it_takes_and_which_one_fits(monkeypatch):
+    monkeypatch.setitem(CARDS, "t4", small(0.25))
+    found = plan(make_config("tiny", num_layers=1), methods=["standard"], card="t4", batch_size=10**6, seq_len=16)
+    (row,) = found["methods"]
+    assert row["needs_batch"] == 10**6
+    assert row["needs_bytes"] > found["card"]["limit_bytes"]
+    assert f"The largest batch that fits is {row['largest_batch']}." in describe_plan(found)
 
 
 def test_the_smallest_card_is_found():

@@ -82,9 +82,16 @@ def test_the_epochs_that_epsilon_allows_are_found():
         ({"epochs": 1}, "the noise is open"),
         ({"epsilon": 1.0, "epochs": 1, "logical_batch": 2000}, "needs as many samples"),
         ({"epsilon": 1.0, "epochs": 1, "delta": 1.5}, "delta must be below 1"),
+        ({"noise_multiplier": 0.5, "epochs": 4000, "accountant": "prv"}, "protects nobody: add noise"),
     ],
 )
 def test_wrong_input_ends_in_a_sentence(wrong, says):
     given = {"samples": 1000, "logical_batch": 100, "accountant": "rdp", **wrong}
     with pytest.raises(UserError, match=says):
         account(PrivacyGoal(**given))
+
+
+def test_a_delta_that_allows_to_publish_a_sample_is_said():
+    goal = {"samples": 1000, "logical_batch": 100, "noise_multiplier": 1.0, "epochs": 1}
+    assert "not below 1 / samples" in " ".join(account(PrivacyGoal(**goal, delta=0.001)).notes)
+    assert not account(PrivacyGoal(**goal, delta=0.0009)).notes
