@@ -195,7 +195,7 @@ class FlashEngine:
     @property
     def modules(self) -> list[nn.Module]:
         """All modules of the model."""
-        return self.verification.modules
+        return self.verification.options.modules
 
     @property
     def rows_are_grouped(self) -> bool:

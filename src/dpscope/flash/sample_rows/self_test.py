@@ -54,6 +54,7 @@ from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tenso
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
+from dpscope.flash.torch_side.module_state import attributes_of, tensors_inside
 from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 # How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
@@ -75,11 +76,12 @@ _DIFFERENT = (
 )
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
+_LOUD = 2.0**10
+"""Factor of all weights, unless a model computes in 16 bits: a backward pass that clips what is large is not linear."""
 
 
-OutputPlace = (
-    int | tuple[str, str]
-)  # of a tensor among the outputs, or the attribute of a module in which forward leaves it
+# Of a tensor among the outputs; or module, attribute, and place in it, where forward has left the tensor.
+OutputPlace = int | tuple[str, str, int]
 Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
 
 
@@ -133,6 +135,7 @@ class SelfTest:
         spread = torch.linspace(0.5, 1.5, len(rows), dtype=torch.float64)
         self.weights = torch.where(order % 2 == 0, spread[order], -spread[order])  # no two are alike
         self.first_half = order < -(-len(rows) // 2)
+        self.loudness = 1.0  # factor of the weights
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.has_rows = False  # whether an output has a row for each sample
         self.places: list[OutputPlace] = []  # of outputs without rows
@@ -214,7 +217,7 @@ class SelfTest:
         with untouched(self.model), self.engine.state.trial(len(rows)):
             try:
                 output = self._run(self.call.forward, rows)[place]
-                gradients_of(output.sum(), [])
+                gradients_of(_reduced(output), [])
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception:  # a model that takes no single sample, say
@@ -228,16 +231,13 @@ class SelfTest:
             return micro.squared[0].sqrt().cpu()
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass.
-
-        Cotangents are functions of an output's own elements, because their order may change with the samples.
-        """
+        """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass."""
         with untouched(self.model), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:
                 return {}, []
             self.coarse = _rounds_inside(outputs)
-            terms = [out.sum() if out.numel() == 1 else (3 * out).sin().sum() for out in outputs]
+            terms = list(map(_reduced, outputs))
             total = sum(terms[1:], terms[0])
             gradients_of(total, [])
             recorded = self.engine.state.take_recorded()
@@ -313,7 +313,7 @@ class SelfTest:
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
         found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
-        found.update(((name, key), value) for name, key, value in losses_left_in(self.model))
+        found.update(losses_left_in(self.model, len(self.rows)))
         return {place: leaf for place, leaf in found.items() if leaf.requires_grad and leaf.is_floating_point()}
 
     def _forward(self, forward: Callable[..., Any], rows: Tensor | None = None) -> list[Tensor]:
@@ -333,6 +333,8 @@ class SelfTest:
             return [], None
         self.has_rows = any(dim is not None for dim in self.dims)
         self.coarse = _rounds_inside(outputs)
+        full = {tensor.dtype for tensor in (*outputs, *parameters)} <= set(_SUMS) and not self.coarse
+        self.loudness = _LOUD if full and dry_run.current() is None else 1.0
         total = self._total(outputs, self.first_half, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
             found = _gradients(total, parameters)
@@ -360,7 +362,7 @@ class SelfTest:
         outputs.clear()
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
-        weights = self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
+        weights = self.loudness * self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
         norms: Norms = {}
 
         def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
@@ -426,7 +428,7 @@ class SelfTest:
             random = _seeded(output.device, self.seed + 1 + place)
             u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
             if dim is not None:
-                rows = self.weights * live if weighted else live
+                rows = self.loudness * self.weights * live if weighted else live
                 u *= rows.to(u.device, u.dtype).view([-1 if axis == dim else 1 for axis in range(output.dim())])
             terms.append((output * u).sum())
         return sum(terms[1:], terms[0])
@@ -485,12 +487,24 @@ class SelfTest:
         raise Mismatch(list(owners), what.format(name=name, off=f"{bad[first]:.1e}"))
 
 
-def losses_left_in(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield tensors of one element, with a history, that a forward has left in attributes: an auxiliary loss."""
+def losses_left_in(model: nn.Module, batch: int) -> Iterator[tuple[OutputPlace, Tensor]]:
+    """Yield tensors that a forward has left in attributes, and that may be made of all samples: an auxiliary loss.
+
+    Those with several dimensions have rows if one of them has the batch's size. Those that are made of parameters alone (a weight that a hook derives) are left out.
+    """
+    seen: set[int] = set()
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None and value.numel() == 1:
-                yield name, key, value
+        for key, value in attributes_of(module).items():
+            for number, tensor in enumerate(tensors_inside(value, seen)):
+                if tensor.grad_fn is None or (tensor.dim() > 1 and batch in tensor.shape):
+                    continue
+                if not any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind([tensor])):
+                    yield (name, key, number), tensor
+
+
+def _reduced(output: Tensor) -> Tensor:
+    """Return a sum whose gradient depends on the output's own elements, because their order may change with samples."""
+    return output.sum() if output.numel() == 1 else (3 * output).sin().sum()
 
 
 def _in_any_block(name: str) -> str:

@@ -102,13 +102,28 @@ class TriedCall:
     def readings(self) -> Iterator[None]:
         """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables)."""
         sampled = self.sampled_leaves()
-        places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
+        leaves = [(place, leaf) for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled]
+        places = [place for place, leaf in leaves[1:] if self._may_be_shared(leaf, leaves[0][1])]
         given = self.shared
         for more in dict.fromkeys([frozenset[int](), *(frozenset([place]) for place in places), frozenset(places)]):
             self.shared = given | more
             self.sampled = self.sampled_leaves()
             yield
         self.shared, self.sampled = given, sampled
+
+    def _may_be_shared(self, leaf: Leaf, first: Leaf) -> bool:
+        """Return whether an argument may have as many rows as there are samples by chance.
+
+        Something else has to have that size, too: positions, channels, classes. What has a row for each sample and for
+        each position of the first argument belongs to its samples.
+        """
+        if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
+            return False
+        if leaf.dim() > 1 and leaf.shape[:2] == first.shape[:2] and leaf.shape[1] != self.batch:
+            return False
+        given = [each.shape[1:] for each in leaves_in(self.call) if isinstance(each, Tensor)]
+        own = [each.shape for each in (*self.model.parameters(), *self.model.buffers())]
+        return any(self.batch in shape for shape in (*given, *own))
 
     def run_on(
         self,
