@@ -21,6 +21,7 @@ from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import NEEDS_DENSE
 from dpscope.flash.torch_side.autograd_graph import save, saved
 
 
@@ -122,8 +123,7 @@ class LinearTap(LayerTap):
 
     def _refuse_sparse(self) -> NoReturn:
         raise self.engine.refusal(
-            f"{self.name} was given a sparse tensor, and per-sample gradients are made of dense ones; call .to_dense() "
-            "on it before the layer, or freeze the layer's weight"
+            f"{self.name} was given a sparse tensor, {NEEDS_DENSE}"
         )
 
     def _width_freed(self, x: Tensor, g: Tensor) -> int:

@@ -32,7 +32,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -54,7 +54,8 @@ from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tenso
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
-from dpscope.flash.torch_side.module_state import attributes_of, tensors_inside
+from dpscope.flash.torch_side.left_graphs import LeftGraphs
+from dpscope.flash.torch_side.module_state import attributes_of, tensors_inside, uncached_parametrizations
 from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 # How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
@@ -272,9 +273,10 @@ class SelfTest:
     def _compare(self, names: dict[str, nn.Parameter]) -> bool:
         versions = [parameter._version for parameter in names.values()]
         with untouched(self.model), self.engine.without_taps():
-            outputs, expected = self._ordinary(list(names.values()))
+            outputs, expected, left = self._ordinary(list(names.values()))
             if [parameter._version for parameter in names.values()] != versions:  # a forward that writes into them
-                outputs, expected = self._ordinary(list(names.values()))
+                outputs, expected, left = self._ordinary(list(names.values()))
+        self._refuse_left(left)
         if expected is None:
             return False
         gradients = dict(zip(names.values(), expected, strict=True))
@@ -290,6 +292,25 @@ class SelfTest:
         if wrong:
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
+
+    def _refuse_left(self, left: LeftGraphs) -> None:
+        """Refuse a loss that forward keeps where nobody can look: in a list of its file, say.
+
+        What stays the same for other samples (a weight that is derived of others) is no loss.
+        """
+        kept = [tensor for tensor in left.tensors() if len(self.rows) not in tensor.shape]
+        if not kept:
+            return
+        with untouched(self.model), self.engine.without_taps(), (again := LeftGraphs()):
+            again.mark(self._forward(self.model.forward, (self.rows + 1) % self.call.batch))
+        others = again.tensors()
+        for tensor in kept:
+            if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in others):
+                raise UserError(
+                    f"forward keeps a tensor of shape {tuple(tensor.shape)} with its history outside of the model's "
+                    "modules, and it has no row for each sample: a loss made of it may mix samples. Return it from "
+                    "forward, keep it in an attribute of a module, or detach it"
+                )
 
     # -- the two runs --------------------------------------------------------------------------------------------------
 
@@ -309,7 +330,8 @@ class SelfTest:
         """Run the model on these rows, or on others; return the outputs, and losses in attributes, with a gradient."""
         args, kwargs = self._arguments(self.rows if rows is None else rows)
         self.engine.forwards.samples_tried += rows is not None
-        with torch.enable_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.enable_grad(), warnings.catch_warnings(), eagerly, uncached_parametrizations():
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
         found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
@@ -324,13 +346,17 @@ class SelfTest:
         self.places = [place for place, dim in dims.items() if dim is None]
         return [leaf for place, leaf in found.items() if isinstance(place, int)]
 
-    def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
-        """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
-        before = RandomStates.now(cuda_devices(self.model))
-        outputs = self._forward(self.model.forward)
+    def _ordinary(
+        self, parameters: list[nn.Parameter]
+    ) -> tuple[list[Tensor], list[Tensor | None] | None, LeftGraphs]:
+        """Return outputs, the gradients for cotangents whose rows are multiplied by the weights, and what is left."""
+        before, left = RandomStates.now(cuda_devices(self.model)), LeftGraphs()
+        with left if dry_run.current() is None else nullcontext():
+            outputs = self._forward(self.model.forward)
         self.draws = not before.equals(RandomStates.now(cuda_devices(self.model)))
+        left.mark(outputs)
         if not outputs:
-            return [], None
+            return [], None, left
         self.has_rows = any(dim is not None for dim in self.dims)
         self.coarse = _rounds_inside(outputs)
         full = {tensor.dtype for tensor in (*outputs, *parameters)} <= set(_SUMS) and not self.coarse
@@ -338,7 +364,7 @@ class SelfTest:
         total = self._total(outputs, self.first_half, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
             found = _gradients(total, parameters)
-        return [output.detach() for output in outputs], list(found)
+        return [output.detach() for output in outputs], list(found), left
 
     def _tapped(
         self, expected: list[Tensor], gradients: dict[nn.Parameter, Tensor | None]

@@ -22,7 +22,7 @@ from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.taps.block_tails import Tail
 from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NEEDS_DENSE
 from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.instance_method import InstanceMethod
@@ -320,6 +320,8 @@ class LayerTap(TapOfSamples):
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
         """Return x as (B, k, ...) if it has k·B rows, k consecutive ones for each sample."""
+        if x.is_nested:
+            raise UserError(f"{self.name} was given a nested tensor, {NEEDS_DENSE}")
         if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
             return None
         return x.reshape(batch, -1, *x.shape[1:])
