@@ -111,6 +111,11 @@ class Mixing(TriedCall):
 
         If the model is not too large it is asked in float64 as well, where rounding hides little.
         """
+        if not self.sampled and leaves_in(self.call):
+            raise UserError(
+                f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
+                f"whether they mix. {PUT_BATCH_FIRST}"
+            )
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
         if numel <= _WIDE_NUMEL and dry_run.current() is None:
