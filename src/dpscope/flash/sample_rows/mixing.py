@@ -41,6 +41,8 @@ from dpscope.random_states import RandomStates, cuda_devices
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
+_FEW = 3  # samples, of which one is replaced and then the others
+_CARRYING = 3  # samples of a batch that may leave something for the next one
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
@@ -72,6 +74,7 @@ class Mixing(TriedCall):
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
         self._snapshot: ModelSnapshot | None = None
+        self._turn = 0  # of replaced samples
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
@@ -229,11 +232,12 @@ class Mixing(TriedCall):
         """
         with self._untouched():
             before = self._outputs(index, seed)
-        places = RANDOM.sample(range(len(index)), len(index))
-        halves = places[: len(places) // 2], places[len(places) // 2 :]
-        for replaced in RANDOM.sample(halves, turns):
+        others = sorted(set(range(self.batch)) - set(index))
+        for replaced in RANDOM.sample(self._halves(len(index)), 2 if len(index) == 2 else turns):
             self._is_loud = not self._is_loud
-            changed = [self._other(index, place) if place in replaced else row for place, row in enumerate(index)]
+            changed = list(index)
+            for place in replaced:
+                changed[place] = RANDOM.choice(others or [row for row in index if row != index[place]])
             with self._untouched():
                 after = self._outputs(changed, seed, loud=RANDOM.choice(replaced) if self._is_loud else None)
             kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
@@ -244,10 +248,12 @@ class Mixing(TriedCall):
                         f"one sample changes with the others. {PUT_BATCH_FIRST}"
                     )
 
-    def _other(self, index: list[int], place: int) -> int:
-        """Return another sample than the one at `place`: one that is not among `index`, if there is one."""
-        others = [row for row in range(self.batch) if row not in index]
-        return RANDOM.choice(others or [row for row in range(self.batch) if row != index[place]])
+    def _halves(self, count: int) -> list[list[int]]:
+        """Return two random halves of so many places; of few places, each alone in its turn."""
+        self._turn += 1
+        places = RANDOM.sample(range(count), count)
+        first = [self._turn % count] if count <= _FEW else places[: count // 2]
+        return [first, [place for place in places if place not in first]]
 
     def _moved(self, before: Tensor, after: Tensor, rows: int, kept: Tensor, share: float | None) -> bool:
         """Return whether the rows `kept` of an output differ, whichever dimension is that of the samples.
@@ -388,7 +394,7 @@ class Mixing(TriedCall):
         """
         if dry_run.current() is not None:
             return
-        rows = self.rows()
+        rows = self.rows()[:_CARRYING]
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):
             return
@@ -409,7 +415,7 @@ class Mixing(TriedCall):
     def _shifted(self, rows: list[int]) -> list[int]:
         """Return as many other samples, not just a permutation, which a mean would not reveal."""
         others = [(row + 1) % self.batch for row in rows]
-        return [others[1], *others[1:]] if len(rows) == self.batch else others
+        return [others[-1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
         with self._untouched():

@@ -80,8 +80,8 @@ class TriedCall:
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
         sizes = [size for leaf in leaves for size in _without(leaf.shape, sampled.get(id(leaf)))]
-        # Sizes of which it cannot be told that they have nothing to do with the number of samples.
-        if not sampled or self.batch in sizes:
+        # A size that may have to do with the number of samples: an argument may relate those of another one.
+        if not sampled or (self.batch in sizes and len(sampled) > 1):
             return list(range(self.batch))
         least = min(self.batch, max(3, self.batch // MOST_SHARE))
         most = 2 * self.batch + 1 if self.may_repeat else self.batch
