@@ -32,7 +32,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -63,7 +63,6 @@ _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_OUTPUTS = 0.05
 _SUMS = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-4)}
 _HALF_SUMS = (0.15, 0.02)
-_PLAIN: Any = {"mean": False, "loss_scale": 1.0}
 # How far norms over all parameters may be apart, of the largest: in runs of one shape, and with fewer samples.
 _TOTALS = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 2e-2)}
 _HALF_TOTALS = (0.05, 0.15)
@@ -223,13 +222,19 @@ class SelfTest:
                 raise
             except Exception:  # a model that takes no single sample, say
                 return None
-            recorded = [(slot, parts) for slot, parts in self.engine.state.take_recorded() if parts]
-            if not recorded:
-                return None
-            with torch.no_grad(), no_autocast(output.device.type):
-                micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-            self.engine.path_rules.close()
-            return micro.squared[0].sqrt().cpu()
+            with self._closed(self.engine.state.take_recorded()) as micro:
+                return None if micro is None else micro.squared[0].sqrt().cpu()
+
+    @contextmanager
+    def _closed(self, recorded: Recorded) -> Iterator[MicroBatch | None]:
+        """Close what a backward pass has recorded. None if that is nothing."""
+        recorded = [(slot, parts) for slot, parts in recorded if parts]
+        if not recorded:
+            yield None
+            return
+        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
+            yield MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
+        self.engine.path_rules.close()
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
         """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass."""
@@ -243,12 +248,9 @@ class SelfTest:
             gradients_of(total, [])
             recorded = self.engine.state.take_recorded()
             norms: dict[nn.Parameter, Tensor] = {}
-            with torch.no_grad(), no_autocast(total.device.type):
-                for slot, parts in recorded:
-                    if parts:
-                        one = MicroBatch([(slot, parts)], rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-                        norms[slot.parameter] = one.squared[0]
-            self.engine.path_rules.close()
+            for each in recorded:
+                with self._closed([each]) as one:
+                    norms |= {} if one is None else {each[0].parameter: one.squared[0]}
             return norms, [slot.parameter for slot, _ in recorded]
 
     def _moved(
@@ -397,8 +399,11 @@ class SelfTest:
             truth = nothing if truth is None else truth
             norms[parameter] = _norm((nothing if mine is None else mine) - truth), _norm(truth)
 
-        self._give_sums(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
-        del recorded
+        with self._closed(recorded) as micro:
+            del recorded
+            if micro is not None:
+                self._sum(micro, weights if self.has_rows else torch.ones_like(weights), compare)
+                del micro
         for parameter in list(gradients):
             compare(parameter, None)
         if not self.has_rows or len(self.rows) < 2:
@@ -406,25 +411,21 @@ class SelfTest:
         others: dict[nn.Parameter, Tensor] = {}
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
-            silent, weights = self.engine.state.take_recorded(), self.first_half.to(weights.dtype)
-            self._give_sums(silent, weights, lambda parameter, total: others.update({parameter: _norm(total)}))
+            with self._closed(self.engine.state.take_recorded()) as micro:
+                if micro is not None and read(micro.squared[0][self.first_half.to(micro.squared.device)].any(), False):
+                    silent = self.first_half.to(weights.dtype)
+                    self._sum(micro, silent, lambda parameter, total: others.update({parameter: _norm(total)}))
         return wrong, norms, order, _not_zero(others)
 
-    def _give_sums(self, recorded: Recorded, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
+    @staticmethod
+    def _sum(micro: MicroBatch, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Give the engine's weighted sums of trained parameters to `take`, a few at a time."""
-        recorded = [(slot, parts) for slot, parts in recorded if parts]
-        if not recorded:
-            return
-        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
-            micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-            scale = micro.clipping.scale
-            micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
-            del recorded
-            for batch in micro.sums(into=None, factored=False):
-                for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
-                    take(parameter, total)
-                del batch, total
-        self.engine.path_rules.close()
+        scale = micro.clipping.scale
+        micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
+        for batch in micro.sums(into=None, factored=False):
+            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+                take(parameter, total)
+            del batch, total
 
     def stray(self, parameters: Collection[nn.Parameter]) -> NotFollowed:
         """Return the refusal of parameters that are used outside of the modules that own them."""

@@ -23,6 +23,8 @@ PUT_BATCH_FIRST = (
 
 MOST_SHARE = 4
 """Of the batch, a quarter is looked at where all of it need not be."""
+MOST_ROWS = 32
+"""Samples that are looked at, about."""
 LOUD = 16.0
 """Factor of a sample that replaces another: one that only takes part if it is the largest is heard."""
 SLICE = 2**22
@@ -72,7 +74,7 @@ class TriedCall:
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
-        """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
+        """Return some of the samples: about a quarter, no more than about 32, or all where an argument relates samples to one another.
 
         Their number is a prime that divides no other size of the arguments, so that positions, or anything else, do
         not come in as many rows, or multiples of it, by chance. Some are taken twice for that if they `may_repeat`.
@@ -83,9 +85,9 @@ class TriedCall:
         # A size that may have to do with the number of samples: an argument may relate those of another one.
         if not sampled or (self.batch in sizes and len(sampled) > 1):
             return list(range(self.batch))
-        least = min(self.batch, max(3, self.batch // MOST_SHARE))
+        least = min(self.batch, max(3, self.batch // MOST_SHARE), MOST_ROWS)
         most = 2 * self.batch + 1 if self.may_repeat else self.batch
-        counts = (count for count in range(least, most + 1) if _is_prime(count))
+        counts = (count for count in (*range(least, 2, -1), *range(least + 1, most + 1)) if _is_prime(count))
         count = next((count for count in counts if all(size % count for size in sizes)), least)
         again = RANDOM.choices(range(self.batch), k=max(0, count - self.batch))
         return sorted((*RANDOM.sample(range(self.batch), min(count, self.batch)), *again))
