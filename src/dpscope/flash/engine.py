@@ -45,6 +45,7 @@ from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
+from dpscope.flash.torch_side.grad_clipping import allow_no_gradients
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -172,6 +173,7 @@ class FlashEngine:
         )
         self.forwards.refresh = self._attachment.refresh
         self._attachment.attach(self._slots.values())
+        allow_no_gradients()
 
     @property
     def samples(self) -> int:

@@ -122,9 +122,7 @@ class LinearTap(LayerTap):
         rules.readers[pointer] = weakref.ref(x), self
 
     def _refuse_sparse(self) -> NoReturn:
-        raise self.engine.refusal(
-            f"{self.name} was given a sparse tensor, {NEEDS_DENSE}"
-        )
+        raise self.engine.refusal(f"{self.name} was given a sparse tensor, {NEEDS_DENSE}")
 
     def _width_freed(self, x: Tensor, g: Tensor) -> int:
         """Return the width that keeping the product frees: the output gradient, and x if no other layer holds it."""

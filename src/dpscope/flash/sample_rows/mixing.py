@@ -243,9 +243,10 @@ class Mixing(TriedCall):
             kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
             for output, (first, second) in enumerate(zip(before, after, strict=False)):
                 if self._moved(first, second, len(index), kept, self._confirmed_share(output, first)):
+                    where = self._where((index, changed), seed, kept)
                     raise UserError(
-                        f"samples mix{self._where((index, changed), seed, kept)}: in a batch of {self.batch}, what the model gives for "
-                        f"one sample changes with the others. {PUT_BATCH_FIRST}"
+                        f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes "
+                        f"with the others. {PUT_BATCH_FIRST}"
                     )
 
     def _halves(self, count: int) -> list[list[int]]:

@@ -237,7 +237,7 @@ class SelfTest:
         self.engine.path_rules.close()
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass."""
+        """Return the squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
         with untouched(self.model), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:
@@ -348,9 +348,7 @@ class SelfTest:
         self.places = [place for place, dim in dims.items() if dim is None]
         return [leaf for place, leaf in found.items() if isinstance(place, int)]
 
-    def _ordinary(
-        self, parameters: list[nn.Parameter]
-    ) -> tuple[list[Tensor], list[Tensor | None] | None, LeftGraphs]:
+    def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None, LeftGraphs]:
         """Return outputs, the gradients for cotangents whose rows are multiplied by the weights, and what is left."""
         before, left = RandomStates.now(cuda_devices(self.model)), LeftGraphs()
         with left if dry_run.current() is None else nullcontext():
@@ -517,7 +515,8 @@ class SelfTest:
 def losses_left_in(model: nn.Module, batch: int) -> Iterator[tuple[OutputPlace, Tensor]]:
     """Yield tensors that a forward has left in attributes, and that may be made of all samples: an auxiliary loss.
 
-    Those with several dimensions have rows if one of them has the batch's size. Those that are made of parameters alone (a weight that a hook derives) are left out.
+    Those with several dimensions have rows if one of them has the batch's size. Those that are made of parameters
+    alone (a weight that a hook derives) are left out.
     """
     seen: set[int] = set()
     for name, module in model.named_modules():

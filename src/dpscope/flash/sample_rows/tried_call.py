@@ -74,7 +74,7 @@ class TriedCall:
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
-        """Return some of the samples: about a quarter, no more than about 32, or all where an argument relates samples to one another.
+        """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
 
         Their number is a prime that divides no other size of the arguments, so that positions, or anything else, do
         not come in as many rows, or multiples of it, by chance. Some are taken twice for that if they `may_repeat`.

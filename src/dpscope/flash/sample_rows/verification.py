@@ -159,9 +159,7 @@ class Verification:
         named = self._model.named_parameters()
         new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
         if new:
-            raise UserError(
-                f"{new[0]} was added after the engine was attached; detach the engine and attach a new one"
-            )
+            raise UserError(f"{new[0]} was added after the engine was attached; detach the engine and attach a new one")
         self.options = OptionWatch(self._model)
 
     @staticmethod
@@ -234,7 +232,9 @@ class Verification:
 
     def _reading(self, call: RootCall) -> _Reading:
         leaves = enumerate(leaves_in((call.args, call.kwargs)))
-        given = {place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared}
+        given = {
+            place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
+        }
         return _Reading(self._shared, given, self._output_dims, self._mixed)
 
     def _remember(self, way: object, call: RootCall) -> None:

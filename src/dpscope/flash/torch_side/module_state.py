@@ -121,7 +121,9 @@ class OptionWatch:
         self._cells += [(own, "forward") for own in owned]
         children = [own["_modules"] for own in owned if type(own["_modules"]) is dict]  # not of a scripted module
         self._cells += [(held, name) for held in children for name in held]
-        self._counted = [own[name] for own in owned for name in (*_HOOKS, "_modules") if isinstance(own.get(name), dict)]
+        self._counted = [
+            own[name] for own in owned for name in (*_HOOKS, "_modules") if isinstance(own.get(name), dict)
+        ]
         self._changes: Counter[int] = Counter()
         self.note()
 
@@ -133,7 +135,9 @@ class OptionWatch:
 
     def changed_since(self, before: list[Any]) -> str | None:
         """Return the name of an option that is not as it was when `values` gave `before`; None if all are."""
-        changed = next((index for index, both in enumerate(zip(self.values(), before, strict=True)) if _differ(*both)), None)
+        changed = next(
+            (index for index, both in enumerate(zip(self.values(), before, strict=True)) if _differ(*both)), None
+        )
         if changed is None:
             return None
         return self._cells[changed][1] if changed < len(self._cells) else "hooks"
