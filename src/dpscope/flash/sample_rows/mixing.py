@@ -409,7 +409,7 @@ class Mixing(TriedCall):
         with self._untouched():
             buffers = Buffers(self.model)
             first = rows if self.batch == 1 or not altered else self._shifted(rows)
-            self._outputs(first, 1, altered=altered and self.batch == 1)
+            self._outputs(first, 1, altered=altered)
             buffers.put_back()
             return self._outputs(rows, 2)
 

@@ -237,7 +237,7 @@ class SelfTest:
         self.engine.path_rules.close()
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return the squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
+        """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
         with untouched(self.model), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:

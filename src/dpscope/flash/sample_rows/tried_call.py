@@ -127,6 +127,12 @@ class TriedCall:
         own = [each.shape for each in (*self.model.parameters(), *self.model.buffers())]
         return any(self.batch in shape for shape in (*given, *own))
 
+    def _altered(self, leaf: Tensor) -> Tensor:
+        """Make other values of the same shape. Ids and lengths of several samples stay: another sample has others."""
+        if leaf.is_floating_point():
+            return 2 * leaf + 1
+        return leaf if self.batch > 1 else torch.zeros_like(leaf)
+
     def run_on(
         self,
         index: list[int] | None,
@@ -138,7 +144,7 @@ class TriedCall:
     ) -> Any:
         """Run the forward on the samples `index` (None: all, in order), inside `running`; return its output.
 
-        altered  on other samples, made of them
+        altered  on other values than theirs
         loud     which of these samples is multiplied by a large number
         seed     of the random numbers that it draws; None: those of the step
         """
@@ -150,7 +156,7 @@ class TriedCall:
                 leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
-                leaf = _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+                leaf = self._altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
                 if loud is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
                     leaf.select(place, loud).mul_(LOUD)
             elif isinstance(leaf, Tensor):
@@ -179,11 +185,6 @@ def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
     return leaf
-
-
-def _altered(leaf: Tensor) -> Tensor:
-    """Make another sample of the same shape."""
-    return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
 
 
 def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
