@@ -143,12 +143,18 @@ class Mixing(TriedCall):
     def _confirmed(self, question: Callable[[], None]) -> None:
         """Ask a question, and again in float64 if it is answered by a refusal: what only rounding moves is no mixing.
 
-        The refusal stands if the model cannot run in float64, or draws random numbers, which would be others there.
+        The same samples are replaced then. The refusal stands if the model cannot run in float64, or draws random
+        numbers, which would be others there.
         """
+        choices, turn, is_loud = RANDOM.getstate(), self._turn, self._is_loud
         try:
             question()
         except UserError:
-            if self._draws_random_numbers() or not self._holds_in_float64(question):
+            if self._draws_random_numbers():
+                raise
+            RANDOM.setstate(choices)
+            self._turn, self._is_loud = turn, is_loud
+            if not self._holds_in_float64(question):
                 raise
 
     def _draws_random_numbers(self) -> bool:
@@ -250,10 +256,10 @@ class Mixing(TriedCall):
                     )
 
     def _halves(self, count: int) -> list[list[int]]:
-        """Return two random halves of so many places; of few places, each alone in its turn."""
+        """Return two random halves of so many places; of few places, each alone in its turn, the last one first."""
         self._turn += 1
         places = RANDOM.sample(range(count), count)
-        first = [self._turn % count] if count <= _FEW else places[: count // 2]
+        first = [-self._turn % count] if count <= _FEW else places[: count // 2]
         return [first, [place for place in places if place not in first]]
 
     def _moved(self, before: Tensor, after: Tensor, rows: int, kept: Tensor, share: float | None) -> bool:

@@ -295,3 +295,17 @@ def test_nested_and_sparse_tensors_are_refused_by_name():
     own = OfItsOwn()
     with FlashEngine(own), pytest.raises(UserError, match="with a sparse tensor"):
         own(torch.randn(BATCH, WIDTH).relu().to_sparse())
+
+
+# -- between steps -----------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_are_flipped_later_are_found_among_three_at_the_next_look():
+    switch = {"on": False}
+    model = Effect(lambda h: h.flip(0) if switch["on"] else h)
+    with FlashEngine(model) as engine:
+        step(engine, (rows(3),), losses)
+        engine.zero_grad()
+        switch["on"] = True
+        with pytest.raises(UserError, match="samples mix"):
+            step(engine, (rows(3),), losses)
