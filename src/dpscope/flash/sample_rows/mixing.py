@@ -401,7 +401,9 @@ class Mixing(TriedCall):
         """
         if dry_run.current() is not None:
             return
-        rows = self.rows()[:_CARRYING]
+        rows = self.rows()
+        if len(rows) < self.batch:  # all of them may be needed together
+            rows = rows[:_CARRYING]
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):
             return
