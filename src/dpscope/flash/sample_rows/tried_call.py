@@ -116,13 +116,13 @@ class TriedCall:
     def _may_be_shared(self, leaf: Leaf, first: Leaf) -> bool:
         """Return whether an argument may have as many rows as there are samples by chance.
 
-        Something else has to have that size, too: positions, channels, classes. What has a row for each sample and for
-        each position of the first argument belongs to its samples.
+        A table may. What has a row for each sample and for each position of the first argument belongs to its samples.
+        Numbers in one dimension are shared only if something else has that size, too: positions, channels, classes.
         """
         if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
             return False
-        if leaf.dim() > 1 and leaf.shape[:2] == first.shape[:2] and leaf.shape[1] != self.batch:
-            return False
+        if leaf.dim() > 1:
+            return leaf.shape[:2] != first.shape[:2] or leaf.shape[1] == self.batch
         given = [each.shape[1:] for each in leaves_in(self.call) if isinstance(each, Tensor)]
         own = [each.shape for each in (*self.model.parameters(), *self.model.buffers())]
         return any(self.batch in shape for shape in (*given, *own))
