@@ -46,6 +46,7 @@ from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
+from dpscope.flash.torch_side.grad_clipping import allow_no_gradients
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -170,6 +171,7 @@ class FlashEngine:
         )
         self.forwards.refresh = self._attachment.refresh
         self._attachment.attach(self._slots.values())
+        allow_no_gradients()
 
     @property
     def samples(self) -> int:
@@ -193,7 +195,7 @@ class FlashEngine:
     @property
     def modules(self) -> list[nn.Module]:
         """All modules of the model."""
-        return self.verification.modules
+        return self.verification.options.modules
 
     @property
     def rows_are_grouped(self) -> bool:

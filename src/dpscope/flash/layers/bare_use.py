@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild, slot_of
@@ -26,6 +27,7 @@ from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.recorder import is_recording, note_call, record
 from dpscope.flash.taps.taps import TapOfSamples
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import NEEDS_DENSE
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
@@ -287,6 +289,8 @@ def learn(
     tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
 ) -> BareUse | Constant | Expanded | Unrelated | str:
     """Return the role of the operator for the parameter; a reason, if it cannot be followed."""
+    if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in operands):
+        raise UserError(f"{tap.name} uses a parameter of its own with a sparse tensor, {NEEDS_DENSE}")
     planned = dry_run.current() is not None
     devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda and not planned]
     with torch.random.fork_rng(list(set(devices))):

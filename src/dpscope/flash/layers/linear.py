@@ -21,6 +21,7 @@ from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import NEEDS_DENSE
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -104,10 +105,7 @@ class LinearTap(LayerTap):
         rules.readers[pointer] = weakref.ref(x), self
 
     def _refuse_sparse(self) -> NoReturn:
-        raise self.engine.refusal(
-            f"{self.name} was given a sparse tensor, and per-sample gradients are made of dense ones; call .to_dense() "
-            "on it before the layer, or freeze the layer's weight"
-        )
+        raise self.engine.refusal(f"{self.name} was given a sparse tensor, {NEEDS_DENSE}")
 
     def _width_freed(self, x: Tensor, g: Tensor) -> int:
         """Return the width that keeping the product frees: the output gradient, and x if no other layer holds it."""

@@ -7,16 +7,13 @@ Dropout is switched off in both. Mixing is not tested here: each sample runs alo
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
@@ -24,36 +21,14 @@ from dpscope.flash.layers.per_sample import parameter_key
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.dropout import WithoutDropout
 
 # How far two ways to compute the same may differ, relative to the largest value.
 _ANSWER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
 _HALF_ANSWER_TOLERANCE = 0.05
 _MAX_UNDECIDED = 4
 
-_DROPOUTS = {
-    getattr(F, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-}
-_ATTENTION_ARGUMENTS = inspect.signature(F.multi_head_attention_forward)
 Answers = list[Tensor]
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout draws other numbers for a batch than for its samples one by one: none here."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs["dropout_p"] = (*args[:4], *args[5:]), 0.0
-            if len(args) > 4:
-                kwargs["is_causal"], args = args[4], args[:4]
-        if func is F.multi_head_attention_forward:  # what it calls is out of this mode's sight
-            bound = _ATTENTION_ARGUMENTS.bind(*args, **kwargs)
-            bound.arguments["dropout_p"] = 0.0
-            args, kwargs = bound.args, bound.kwargs
-        return func(*args, **kwargs)
 
 
 class UnitCheck:
@@ -68,7 +43,7 @@ class UnitCheck:
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Run without gradients, without drawing from the global random states, and without dropout."""
-        with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
+        with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), WithoutDropout():
             yield
 
     def run(self) -> list[torch.dtype]:

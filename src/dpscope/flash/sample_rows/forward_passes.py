@@ -25,6 +25,7 @@ from dpscope.flash.sample_rows.verification import UnknownCall, Verification
 from dpscope.flash.step.step_state import CLOSED, StepState
 from dpscope.flash.torch_side.arguments import (
     KEEP_BATCH_FIRST,
+    NEEDS_DENSE,
     leaves_in,
     make_up_sample,
     replace_leaves,
@@ -289,6 +290,8 @@ class ForwardPasses:
                 "the number of samples is not known: there is no tensor in what the model was called with; say it with "
                 "batch_size_of (of FlashEngine or make_private), a function of the call's args and kwargs"
             )
+        if isinstance(leaves[0], Tensor) and leaves[0].is_nested:
+            raise UserError(f"the model was given a nested tensor, {NEEDS_DENSE}")
         return rows_of(leaves[0])
 
     def size(self) -> int | None:

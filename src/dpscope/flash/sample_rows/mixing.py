@@ -11,7 +11,7 @@ that is closed at first hides what it multiplies. Later passes are checked now a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from dpscope.flash.sample_rows.tried_call import (
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.flash.torch_side.shards import is_sharded
@@ -40,6 +41,8 @@ from dpscope.random_states import RandomStates, cuda_devices
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
+_FEW = 3  # samples, of which one is replaced and then the others
+_CARRYING = 3  # samples of a batch that may leave something for the next one
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
@@ -71,6 +74,7 @@ class Mixing(TriedCall):
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
         self._snapshot: ModelSnapshot | None = None
+        self._turn = 0  # of replaced samples
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
@@ -110,12 +114,21 @@ class Mixing(TriedCall):
 
         If the model is not too large it is asked in float64 as well, where rounding hides little.
         """
+        if not self.sampled and leaves_in(self.call):
+            raise UserError(
+                f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
+                f"whether they mix. {PUT_BATCH_FIRST}"
+            )
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
         if numel <= _WIDE_NUMEL and dry_run.current() is None:
-            refusal = self._in_float64(lambda: self._compare_rows(self.rows(), 0))
+            refusal = self._in_float64(self._compare_exactly)
             if isinstance(refusal, UserError):
                 raise refusal
+
+    def _compare_exactly(self) -> None:
+        self._compare_rows(self.rows(), 0)
+        self._compare_sizes()
 
     def look_again(self) -> None:
         """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
@@ -130,12 +143,18 @@ class Mixing(TriedCall):
     def _confirmed(self, question: Callable[[], None]) -> None:
         """Ask a question, and again in float64 if it is answered by a refusal: what only rounding moves is no mixing.
 
-        The refusal stands if the model cannot run in float64, or draws random numbers, which would be others there.
+        The same samples are replaced then. The refusal stands if the model cannot run in float64, or draws random
+        numbers, which would be others there.
         """
+        choices, turn, is_loud = RANDOM.getstate(), self._turn, self._is_loud
         try:
             question()
         except UserError:
-            if self._draws_random_numbers() or not self._holds_in_float64(question):
+            if self._draws_random_numbers():
+                raise
+            RANDOM.setstate(choices)
+            self._turn, self._is_loud = turn, is_loud
+            if not self._holds_in_float64(question):
                 raise
 
     def _draws_random_numbers(self) -> bool:
@@ -177,7 +196,7 @@ class Mixing(TriedCall):
             if not shown and self._shares_relation():
                 continue
             try:
-                self._compare_rows(rows, None, (0, len(rows) - 1))
+                self._compare_rows(rows, None, 2)
                 shown = False
                 further()
                 self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
@@ -211,31 +230,53 @@ class Mixing(TriedCall):
                 finally:
                     self.across = None
 
-    def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
-        """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
+    def _compare_rows(self, index: list[int], seed: int | None, turns: int = 1) -> None:
+        """Refuse a model in whose output the rows of some samples change with the others.
+
+        A random half of the samples is replaced; in a second turn the other half is. Many replaced samples show more
+        than one does: whether any is the longest, or which branch their mean takes.
+        """
         with self._untouched():
             before = self._outputs(index, seed)
-        for place in places or [RANDOM.randrange(len(index))]:
-            others = [row for row in range(self.batch) if row not in index]
-            others = others or [row for row in index if row != index[place]]
+        others = sorted(set(range(self.batch)) - set(index))
+        for replaced in RANDOM.sample(self._halves(len(index)), 2 if len(index) == 2 else turns):
             self._is_loud = not self._is_loud
+            changed = list(index)
+            for place in replaced:
+                changed[place] = RANDOM.choice(others or [row for row in index if row != index[place]])
             with self._untouched():
-                changed = [*index[:place], RANDOM.choice(others), *index[place + 1 :]]
-                after = self._outputs(changed, seed, loud=place if self._is_loud else None)
-            if [each.shape for each in before] != [each.shape for each in after]:
-                return
-            kept = torch.tensor([row for row in range(len(index)) if row != place])
-            for output, (first, second) in enumerate(zip(before, after, strict=True)):
-                dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
-                share = self._confirmed_share(output, first)
-                if dims and all(apart_from(first, second, dim, kept, share=share) for dim in dims):
+                after = self._outputs(changed, seed, loud=RANDOM.choice(replaced) if self._is_loud else None)
+            kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
+            for output, (first, second) in enumerate(zip(before, after, strict=False)):
+                if self._moved(first, second, len(index), kept, self._confirmed_share(output, first)):
+                    where = self._where((index, changed), seed, kept)
                     raise UserError(
-                        f"samples mix{self._where(index, seed)}: in a batch of {self.batch}, what the model gives for "
-                        f"one sample changes with the others. {PUT_BATCH_FIRST}"
+                        f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes "
+                        f"with the others. {PUT_BATCH_FIRST}"
                     )
 
-    def _where(self, index: list[int], seed: int | None) -> str:
-        """Return the first module whose output changes for other samples than a replaced one, as words."""
+    def _halves(self, count: int) -> list[list[int]]:
+        """Return two random halves of so many places; of few places, each alone in its turn, the last one first."""
+        self._turn += 1
+        places = RANDOM.sample(range(count), count)
+        first = [-self._turn % count] if count <= _FEW else places[: count // 2]
+        return [first, [place for place in places if place not in first]]
+
+    def _moved(self, before: Tensor, after: Tensor, rows: int, kept: Tensor, share: float | None) -> bool:
+        """Return whether the rows `kept` of an output differ, whichever dimension is that of the samples.
+
+        Sizes may follow the longest sample. What both outputs have then counts, from the beginning or to the end.
+        """
+        if before.dim() != after.dim():
+            return False
+        both = zip(before.shape, after.shape, strict=True)
+        dims = [dim for dim, sizes in enumerate(both) if sizes == (rows, rows)]
+        return bool(dims) and all(
+            all(apart_from(*pair, dim, kept, share=share) for pair in _common(before, after)) for dim in dims
+        )
+
+    def _where(self, runs: tuple[list[int], list[int]], seed: int | None, kept: Tensor) -> str:
+        """Return the first module whose output for the samples that are kept differs between two runs, as words."""
         seen: list[list[tuple[str, Tensor]]] = []
 
         def note(module: nn.Module, args: object, output: object) -> None:
@@ -244,7 +285,7 @@ class Mixing(TriedCall):
         names = {module: f"{name} ({type(module).__name__})" for name, module in self.model.named_modules() if name}
         hooks = [module.register_forward_hook(note) for module in names]
         try:
-            for rows in (index, [index[-1], *index[1:]]):
+            for rows in runs:
                 seen.append([])
                 with self._untouched():
                     self._outputs(rows, seed)
@@ -253,9 +294,8 @@ class Mixing(TriedCall):
         finally:
             for hook in hooks:
                 hook.remove()
-        kept = torch.arange(1, len(index))
         for (name, first), (_, second) in zip(*seen, strict=False):
-            rows_there = first.dim() and first.shape[0] == len(index) and first.shape == second.shape
+            rows_there = first.dim() and first.shape[0] == len(runs[0]) and first.shape == second.shape
             if rows_there and apart_from(first, second, 0, kept):
                 return f" in {name}"
         return ""
@@ -270,19 +310,21 @@ class Mixing(TriedCall):
     # -- their number ------------------------------------------------------------------------------------------------
 
     def _compare_sizes(self) -> None:
-        """Refuse a model whose output for a sample depends on how many there are: one that divides by their number.
+        """Refuse a model whose output for a sample depends on how many there are, or on its place among them.
 
-        The dimension of an output that has fewer entries for fewer samples is that of the samples.
-
-        If random numbers are drawn, they differ for fewer samples, and no verdict is given.
+        The last sample and the first are run by themselves, in this order. The dimension of an output that has fewer
+        entries for fewer samples is that of the samples. Dropout is switched off, because it draws other numbers for
+        fewer samples. If the model draws others besides, no verdict is given.
         """
         rows = self.rows()
-        with self._untouched():
+        some = [[len(rows) - 1, 0]] if len(rows) > 2 else []
+        some += [[len(rows) - 1], list(range(len(rows) // 2))]  # some models do not take one sample alone, or an order
+        with self._untouched(), WithoutDropout():
             many = self._outputs(rows, 1)
-        for fewer in dict.fromkeys((1, len(rows) // 2)):  # some models do not take one sample alone
+        for places in some:
             try:
-                with self._untouched():
-                    few = self._outputs(rows[:fewer], 1)
+                with self._untouched(), WithoutDropout():
+                    few = self._outputs([rows[place] for place in places], 1)
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -290,36 +332,40 @@ class Mixing(TriedCall):
                 continue
         else:
             return
-        sizes = fewer, len(rows)
+        sizes = len(places), len(rows)
         if len(few) == len(many):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
-        if any(self._every_row_differs(*both, *sizes, self._confirmed_share(i, both[1])) for i, both in pairs):
-            with self._untouched():
+        if any(self._row_differs(*both, places, len(rows), self._confirmed_share(i, both[1])) for i, both in pairs):
+            with self._untouched(), WithoutDropout():
                 again = self._outputs(rows, 2)
             if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
                 raise UserError(
-                    f"what the model gives for a sample depends on how many samples are in its batch ({sizes[0]} of "
-                    f"{sizes[1]} alone give something else): divide by a fixed number, or leave the mean to the loss"
+                    "what the model gives for a sample depends on how many samples are in its batch, or on its place "
+                    f"among them ({sizes[0]} of {sizes[1]} alone give something else): divide by a fixed number, or "
+                    "leave the mean to the loss"
                 )
 
-    def _every_row_differs(self, few: Tensor, many: Tensor, fewer: int, rows: int, share: float | None) -> bool:
-        dim = _dim_of_samples(few, many, fewer, rows)
+    def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, share: float | None) -> bool:
+        """Return whether the output for any sample by itself is not that in the batch, by more than rounding."""
+        dim = _dim_of_samples(few, many, len(places), rows)
         if dim is None or not few.is_floating_point() or not few.numel():
             return False
         a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (few, many))
         if a.shape[1] != b.shape[1]:
             return False
-        apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[:fewer], b[:fewer]))
-        if share is not None:
-            return bool((apart > share * torch.maximum(size, size.new_tensor(_largest(b)))).all())
+        apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[places], b[places]))
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        if is_coarse(few) or not dtypes <= _FULL_PRECISION:
-            return bool(read((apart > 0.1 * size).all(), False))
-        if dtypes == {torch.float64}:
-            return bool(read((apart > _SAME_FLOAT64 * size).all(), False))
-        told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).float())  # what tells one sample from another
-        return bool(read((apart > torch.maximum(_SAME_SHARE * told_apart, _SAME * size)).all(), False))
+        if share is not None:
+            allowed = share * torch.maximum(size, size.new_tensor(_largest(b)))
+        elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
+            allowed = 0.1 * size
+        elif dtypes == {torch.float64}:
+            allowed = _SAME_FLOAT64 * size
+        else:
+            told_apart = torch.linalg.vector_norm((b[:1] - b[1:2]).double())  # what tells one sample from another
+            allowed = torch.maximum(_SAME_SHARE * told_apart, _SAME * size.amax())
+        return bool(read((apart > allowed).any(), False))
 
     # -- outputs without rows ----------------------------------------------------------------------------------------
 
@@ -356,6 +402,8 @@ class Mixing(TriedCall):
         if dry_run.current() is not None:
             return
         rows = self.rows()
+        if len(rows) < self.batch:  # all of them may be needed together
+            rows = rows[:_CARRYING]
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):
             return
@@ -369,14 +417,14 @@ class Mixing(TriedCall):
         with self._untouched():
             buffers = Buffers(self.model)
             first = rows if self.batch == 1 or not altered else self._shifted(rows)
-            self._outputs(first, 1, altered=altered and self.batch == 1)
+            self._outputs(first, 1, altered=altered)
             buffers.put_back()
             return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
         """Return as many other samples, not just a permutation, which a mean would not reveal."""
         others = [(row + 1) % self.batch for row in rows]
-        return [others[1], *others[1:]] if len(rows) == self.batch else others
+        return [others[-1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
         with self._untouched():
@@ -411,6 +459,18 @@ def in_float64(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
+
+
+def _common(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what two outputs both have: all of it, or if sizes differ, the first and the last elements."""
+    if a.shape == b.shape:
+        yield a, b
+        return
+    sizes = list(map(min, a.shape, b.shape))
+    first = tuple(slice(size) for size in sizes)
+    last = tuple(slice(-size, None) if size else slice(0) for size in sizes)
+    yield a[first], b[first]
+    yield a[last], b[last]
 
 
 @contextmanager

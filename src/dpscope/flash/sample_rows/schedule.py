@@ -19,7 +19,7 @@ class LookSchedule:
         self.passes = 0
         self.looks: list[int] = []  # passes at which the model was looked at again
         self._due = False
-        self._paused = False
+        self.paused = False
         self._wanted = False  # a pass to be looked at was about to run in a graph, or empty
         self._random = random.Random()
 
@@ -33,7 +33,7 @@ class LookSchedule:
     def count_replay(self) -> bool:
         """Count a pass that a graph runs. Return False, and count nothing, if it is due for a check."""
         self.begin_pass()
-        if self._due and not self._paused:
+        if self._due and not self.paused:
             self.passes -= 1
             self._wanted = True
             return False
@@ -45,7 +45,7 @@ class LookSchedule:
 
     def is_due(self, batch: int) -> bool:
         """Return whether the current pass is due for a check. An empty batch shows nothing: the next pass is."""
-        if not self._due or self._paused:
+        if not self._due or self.paused:
             return False
         self._due = False
         if not batch:
@@ -61,4 +61,4 @@ class LookSchedule:
 
     def pause(self) -> None:
         """Stop all checks from now on: for measurements, which end before training does."""
-        self._paused = True
+        self.paused = True

@@ -32,7 +32,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -54,6 +54,8 @@ from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tenso
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
+from dpscope.flash.torch_side.left_graphs import LeftGraphs
+from dpscope.flash.torch_side.module_state import attributes_of, tensors_inside, uncached_parametrizations
 from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 # How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
@@ -61,7 +63,6 @@ _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_OUTPUTS = 0.05
 _SUMS = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-4)}
 _HALF_SUMS = (0.15, 0.02)
-_PLAIN: Any = {"mean": False, "loss_scale": 1.0}
 # How far norms over all parameters may be apart, of the largest: in runs of one shape, and with fewer samples.
 _TOTALS = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 2e-2)}
 _HALF_TOTALS = (0.05, 0.15)
@@ -75,11 +76,12 @@ _DIFFERENT = (
 )
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
+_LOUD = 2.0**10
+"""Factor of all weights, unless a model computes in 16 bits: a backward pass that clips what is large is not linear."""
 
 
-OutputPlace = (
-    int | tuple[str, str]
-)  # of a tensor among the outputs, or the attribute of a module in which forward leaves it
+# Of a tensor among the outputs; or module, attribute, and place in it, where forward has left the tensor.
+OutputPlace = int | tuple[str, str, int]
 Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
 
 
@@ -133,6 +135,7 @@ class SelfTest:
         spread = torch.linspace(0.5, 1.5, len(rows), dtype=torch.float64)
         self.weights = torch.where(order % 2 == 0, spread[order], -spread[order])  # no two are alike
         self.first_half = order < -(-len(rows) // 2)
+        self.loudness = 1.0  # factor of the weights
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.has_rows = False  # whether an output has a row for each sample
         self.places: list[OutputPlace] = []  # of outputs without rows
@@ -214,40 +217,40 @@ class SelfTest:
         with untouched(self.model), self.engine.state.trial(len(rows)):
             try:
                 output = self._run(self.call.forward, rows)[place]
-                gradients_of(output.sum(), [])
+                gradients_of(_reduced(output), [])
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception:  # a model that takes no single sample, say
                 return None
-            recorded = [(slot, parts) for slot, parts in self.engine.state.take_recorded() if parts]
-            if not recorded:
-                return None
-            with torch.no_grad(), no_autocast(output.device.type):
-                micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-            self.engine.path_rules.close()
-            return micro.squared[0].sqrt().cpu()
+            with self._closed(self.engine.state.take_recorded()) as micro:
+                return None if micro is None else micro.squared[0].sqrt().cpu()
+
+    @contextmanager
+    def _closed(self, recorded: Recorded) -> Iterator[MicroBatch | None]:
+        """Close what a backward pass has recorded. None if that is nothing."""
+        recorded = [(slot, parts) for slot, parts in recorded if parts]
+        if not recorded:
+            yield None
+            return
+        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
+            yield MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
+        self.engine.path_rules.close()
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return the squared norms of the samples' gradients, (B,), by parameter, and the order of the backward pass.
-
-        Cotangents are functions of an output's own elements, because their order may change with the samples.
-        """
+        """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
         with untouched(self.model), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:
                 return {}, []
             self.coarse = _rounds_inside(outputs)
-            terms = [out.sum() if out.numel() == 1 else (3 * out).sin().sum() for out in outputs]
+            terms = list(map(_reduced, outputs))
             total = sum(terms[1:], terms[0])
             gradients_of(total, [])
             recorded = self.engine.state.take_recorded()
             norms: dict[nn.Parameter, Tensor] = {}
-            with torch.no_grad(), no_autocast(total.device.type):
-                for slot, parts in recorded:
-                    if parts:
-                        one = MicroBatch([(slot, parts)], rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-                        norms[slot.parameter] = one.squared[0]
-            self.engine.path_rules.close()
+            for each in recorded:
+                with self._closed([each]) as one:
+                    norms |= {} if one is None else {each[0].parameter: one.squared[0]}
             return norms, [slot.parameter for slot, _ in recorded]
 
     def _moved(
@@ -272,9 +275,10 @@ class SelfTest:
     def _compare(self, names: dict[str, nn.Parameter]) -> bool:
         versions = [parameter._version for parameter in names.values()]
         with untouched(self.model), self.engine.without_taps():
-            outputs, expected = self._ordinary(list(names.values()))
+            outputs, expected, left = self._ordinary(list(names.values()))
             if [parameter._version for parameter in names.values()] != versions:  # a forward that writes into them
-                outputs, expected = self._ordinary(list(names.values()))
+                outputs, expected, left = self._ordinary(list(names.values()))
+        self._refuse_left(left)
         if expected is None:
             return False
         gradients = dict(zip(names.values(), expected, strict=True))
@@ -290,6 +294,25 @@ class SelfTest:
         if wrong:
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
+
+    def _refuse_left(self, left: LeftGraphs) -> None:
+        """Refuse a loss that forward keeps where nobody can look: in a list of its file, say.
+
+        What stays the same for other samples (a weight that is derived of others) is no loss.
+        """
+        kept = [tensor for tensor in left.tensors() if len(self.rows) not in tensor.shape]
+        if not kept:
+            return
+        with untouched(self.model), self.engine.without_taps(), (again := LeftGraphs()):
+            again.mark(self._forward(self.model.forward, (self.rows + 1) % self.call.batch))
+        others = again.tensors()
+        for tensor in kept:
+            if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in others):
+                raise UserError(
+                    f"forward keeps a tensor of shape {tuple(tensor.shape)} with its history outside of the model's "
+                    "modules, and it has no row for each sample: a loss made of it may mix samples. Return it from "
+                    "forward, keep it in an attribute of a module, or detach it"
+                )
 
     # -- the two runs --------------------------------------------------------------------------------------------------
 
@@ -309,11 +332,12 @@ class SelfTest:
         """Run the model on these rows, or on others; return the outputs, and losses in attributes, with a gradient."""
         args, kwargs = self._arguments(self.rows if rows is None else rows)
         self.engine.forwards.samples_tried += rows is not None
-        with torch.enable_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.enable_grad(), warnings.catch_warnings(), eagerly, uncached_parametrizations():
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
         found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
-        found.update(((name, key), value) for name, key, value in losses_left_in(self.model))
+        found.update(losses_left_in(self.model, len(self.rows)))
         return {place: leaf for place, leaf in found.items() if leaf.requires_grad and leaf.is_floating_point()}
 
     def _forward(self, forward: Callable[..., Any], rows: Tensor | None = None) -> list[Tensor]:
@@ -324,19 +348,23 @@ class SelfTest:
         self.places = [place for place, dim in dims.items() if dim is None]
         return [leaf for place, leaf in found.items() if isinstance(place, int)]
 
-    def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
-        """Return outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
-        before = RandomStates.now(cuda_devices(self.model))
-        outputs = self._forward(self.model.forward)
+    def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None, LeftGraphs]:
+        """Return outputs, the gradients for cotangents whose rows are multiplied by the weights, and what is left."""
+        before, left = RandomStates.now(cuda_devices(self.model)), LeftGraphs()
+        with left if dry_run.current() is None else nullcontext():
+            outputs = self._forward(self.model.forward)
         self.draws = not before.equals(RandomStates.now(cuda_devices(self.model)))
+        left.mark(outputs)
         if not outputs:
-            return [], None
+            return [], None, left
         self.has_rows = any(dim is not None for dim in self.dims)
         self.coarse = _rounds_inside(outputs)
+        full = {tensor.dtype for tensor in (*outputs, *parameters)} <= set(_SUMS) and not self.coarse
+        self.loudness = _LOUD if full and dry_run.current() is None else 1.0
         total = self._total(outputs, self.first_half, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
             found = _gradients(total, parameters)
-        return [output.detach() for output in outputs], list(found)
+        return [output.detach() for output in outputs], list(found), left
 
     def _tapped(
         self, expected: list[Tensor], gradients: dict[nn.Parameter, Tensor | None]
@@ -360,7 +388,7 @@ class SelfTest:
         outputs.clear()
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
-        weights = self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
+        weights = self.loudness * self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
         norms: Norms = {}
 
         def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
@@ -369,8 +397,11 @@ class SelfTest:
             truth = nothing if truth is None else truth
             norms[parameter] = _norm((nothing if mine is None else mine) - truth), _norm(truth)
 
-        self._give_sums(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
-        del recorded
+        with self._closed(recorded) as micro:
+            del recorded
+            if micro is not None:
+                self._sum(micro, weights if self.has_rows else torch.ones_like(weights), compare)
+                del micro
         for parameter in list(gradients):
             compare(parameter, None)
         if not self.has_rows or len(self.rows) < 2:
@@ -378,25 +409,21 @@ class SelfTest:
         others: dict[nn.Parameter, Tensor] = {}
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
-            silent, weights = self.engine.state.take_recorded(), self.first_half.to(weights.dtype)
-            self._give_sums(silent, weights, lambda parameter, total: others.update({parameter: _norm(total)}))
+            with self._closed(self.engine.state.take_recorded()) as micro:
+                if micro is not None and read(micro.squared[0][self.first_half.to(micro.squared.device)].any(), False):
+                    silent = self.first_half.to(weights.dtype)
+                    self._sum(micro, silent, lambda parameter, total: others.update({parameter: _norm(total)}))
         return wrong, norms, order, _not_zero(others)
 
-    def _give_sums(self, recorded: Recorded, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
+    @staticmethod
+    def _sum(micro: MicroBatch, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Give the engine's weighted sums of trained parameters to `take`, a few at a time."""
-        recorded = [(slot, parts) for slot, parts in recorded if parts]
-        if not recorded:
-            return
-        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
-            micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), **_PLAIN)
-            scale = micro.clipping.scale
-            micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
-            del recorded
-            for batch in micro.sums(into=None, factored=False):
-                for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
-                    take(parameter, total)
-                del batch, total
-        self.engine.path_rules.close()
+        scale = micro.clipping.scale
+        micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
+        for batch in micro.sums(into=None, factored=False):
+            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
+                take(parameter, total)
+            del batch, total
 
     def stray(self, parameters: Collection[nn.Parameter]) -> NotFollowed:
         """Return the refusal of parameters that are used outside of the modules that own them."""
@@ -426,7 +453,7 @@ class SelfTest:
             random = _seeded(output.device, self.seed + 1 + place)
             u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
             if dim is not None:
-                rows = self.weights * live if weighted else live
+                rows = self.loudness * self.weights * live if weighted else live
                 u *= rows.to(u.device, u.dtype).view([-1 if axis == dim else 1 for axis in range(output.dim())])
             terms.append((output * u).sum())
         return sum(terms[1:], terms[0])
@@ -485,12 +512,25 @@ class SelfTest:
         raise Mismatch(list(owners), what.format(name=name, off=f"{bad[first]:.1e}"))
 
 
-def losses_left_in(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield tensors of one element, with a history, that a forward has left in attributes: an auxiliary loss."""
+def losses_left_in(model: nn.Module, batch: int) -> Iterator[tuple[OutputPlace, Tensor]]:
+    """Yield tensors that a forward has left in attributes, and that may be made of all samples: an auxiliary loss.
+
+    Those with several dimensions have rows if one of them has the batch's size. Those that are made of parameters
+    alone (a weight that a hook derives) are left out.
+    """
+    seen: set[int] = set()
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None and value.numel() == 1:
-                yield name, key, value
+        for key, value in attributes_of(module).items():
+            for number, tensor in enumerate(tensors_inside(value, seen)):
+                if tensor.grad_fn is None or (tensor.dim() > 1 and batch in tensor.shape):
+                    continue
+                if not any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind([tensor])):
+                    yield (name, key, number), tensor
+
+
+def _reduced(output: Tensor) -> Tensor:
+    """Return a sum whose gradient depends on the output's own elements, because their order may change with samples."""
+    return output.sum() if output.numel() == 1 else (3 * output).sin().sum()
 
 
 def _in_any_block(name: str) -> str:

@@ -23,6 +23,8 @@ PUT_BATCH_FIRST = (
 
 MOST_SHARE = 4
 """Of the batch, a quarter is looked at where all of it need not be."""
+MOST_ROWS = 32
+"""Samples that are looked at, about."""
 LOUD = 16.0
 """Factor of a sample that replaces another: one that only takes part if it is the largest is heard."""
 SLICE = 2**22
@@ -72,7 +74,7 @@ class TriedCall:
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def rows(self) -> list[int]:
-        """Return some of the samples: about a quarter, or all where an argument relates samples to one another.
+        """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
 
         Their number is a prime that divides no other size of the arguments, so that positions, or anything else, do
         not come in as many rows, or multiples of it, by chance. Some are taken twice for that if they `may_repeat`.
@@ -80,12 +82,12 @@ class TriedCall:
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
         sizes = [size for leaf in leaves for size in _without(leaf.shape, sampled.get(id(leaf)))]
-        # Sizes of which it cannot be told that they have nothing to do with the number of samples.
-        if not sampled or self.batch in sizes:
+        # A size that may have to do with the number of samples: an argument may relate those of another one.
+        if not sampled or (self.batch in sizes and len(sampled) > 1):
             return list(range(self.batch))
-        least = min(self.batch, max(3, self.batch // MOST_SHARE))
+        least = min(self.batch, max(3, self.batch // MOST_SHARE), MOST_ROWS)
         most = 2 * self.batch + 1 if self.may_repeat else self.batch
-        counts = (count for count in range(least, most + 1) if _is_prime(count))
+        counts = (count for count in (*range(least, 2, -1), *range(least + 1, most + 1)) if _is_prime(count))
         count = next((count for count in counts if all(size % count for size in sizes)), least)
         again = RANDOM.choices(range(self.batch), k=max(0, count - self.batch))
         return sorted((*RANDOM.sample(range(self.batch), min(count, self.batch)), *again))
@@ -102,13 +104,34 @@ class TriedCall:
     def readings(self) -> Iterator[None]:
         """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables)."""
         sampled = self.sampled_leaves()
-        places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
+        leaves = [(place, leaf) for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled]
+        places = [place for place, leaf in leaves[1:] if self._may_be_shared(leaf, leaves[0][1])]
         given = self.shared
         for more in dict.fromkeys([frozenset[int](), *(frozenset([place]) for place in places), frozenset(places)]):
             self.shared = given | more
             self.sampled = self.sampled_leaves()
             yield
         self.shared, self.sampled = given, sampled
+
+    def _may_be_shared(self, leaf: Leaf, first: Leaf) -> bool:
+        """Return whether an argument may have as many rows as there are samples by chance.
+
+        A table may. What has a row for each sample and for each position of the first argument belongs to its samples.
+        Numbers in one dimension are shared only if something else has that size, too: positions, channels, classes.
+        """
+        if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
+            return False
+        if leaf.dim() > 1:
+            return leaf.shape[:2] != first.shape[:2] or leaf.shape[1] == self.batch
+        given = [each.shape[1:] for each in leaves_in(self.call) if isinstance(each, Tensor)]
+        own = [each.shape for each in (*self.model.parameters(), *self.model.buffers())]
+        return any(self.batch in shape for shape in (*given, *own))
+
+    def _altered(self, leaf: Tensor) -> Tensor:
+        """Make other values of the same shape. Ids and lengths of several samples stay: another sample has others."""
+        if leaf.is_floating_point():
+            return 2 * leaf + 1
+        return leaf if self.batch > 1 else torch.zeros_like(leaf)
 
     def run_on(
         self,
@@ -121,7 +144,7 @@ class TriedCall:
     ) -> Any:
         """Run the forward on the samples `index` (None: all, in order), inside `running`; return its output.
 
-        altered  on other samples, made of them
+        altered  on other values than theirs
         loud     which of these samples is multiplied by a large number
         seed     of the random numbers that it draws; None: those of the step
         """
@@ -133,7 +156,7 @@ class TriedCall:
                 leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
-                leaf = _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+                leaf = self._altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
                 if loud is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
                     leaf.select(place, loud).mul_(LOUD)
             elif isinstance(leaf, Tensor):
@@ -162,11 +185,6 @@ def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
     return leaf
-
-
-def _altered(leaf: Tensor) -> Tensor:
-    """Make another sample of the same shape."""
-    return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
 
 
 def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:

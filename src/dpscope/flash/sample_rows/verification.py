@@ -28,7 +28,7 @@ from dpscope.flash.sample_rows.self_test import OutputPlace, SelfTest, TestedEng
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
@@ -64,6 +64,7 @@ class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification._shared`, `_output_dims` and `_mixed`."""
 
     shared: frozenset[int]
+    given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
     output_dims: list[int | None] | None
     mixed: frozenset[OutputPlace]
 
@@ -92,7 +93,6 @@ class Verification:
         self.options = OptionWatch(model)
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
-        self.modules = list(model.modules())
         self._begin_way = begin_way
         self._in_any_dim = in_any_dim
         self._verified: dict[object, _Reading] = {}  # ways in which the root was called, in order
@@ -121,7 +121,7 @@ class Verification:
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
         # and so may modes of torch functions that are active
         modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
-        trained = tuple([module.training for module in self.modules])
+        trained = tuple([module.training for module in self.options.modules])
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure, verified = None, False
         if self._is_dry(call):
@@ -132,18 +132,35 @@ class Verification:
             if way not in self._verified:
                 raise NotVerified("all samples of the batch are the same, which shows nothing of several")
             return BegunPass(call, way, self.buffers.look(), None, mixed=self._verified[way].mixed)
-        if self.options.has_changed() or way not in self._verified:
+        changed = self.options.has_changed() and not self.schedule.paused  # instruments register hooks
+        if changed or way not in self._verified:
+            if changed:
+                self._meet_new_modules()
             self._begin_way()
             if call.batch:
                 failure, verified = self._verify(call, way), True
                 if self._mixing(call).has_different_samples():
-                    self._remember(way)
-        elif self.schedule.is_due(call.batch):
-            self._shared, self._output_dims, self._mixed = self._verified[way]
-            failure, verified = self._look_again(call), True
-            self._verified[way] = _Reading(self._shared, self._output_dims, self._mixed)
+                    self._remember(way, call)
+        else:
+            known = self._verified[way]
+            _refuse_other_values(known.given, call)
+            if self.schedule.is_due(call.batch):
+                self._shared, self._output_dims, self._mixed = known.shared, known.output_dims, known.mixed
+                failure, verified = self._look_again(call), True
+                self._verified[way] = self._reading(call)
         mixed = self._verified[way].mixed if way in self._verified else self._mixed
         return BegunPass(call, way, self.buffers.look(), failure, verified, mixed)
+
+    def _meet_new_modules(self) -> None:
+        """Watch modules that were put into the model since it was looked at; refuse those that train."""
+        if list(self._model.modules()) == self.options.modules:
+            return
+        known = set(self._engine.trained().values())
+        named = self._model.named_parameters()
+        new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
+        if new:
+            raise UserError(f"{new[0]} was added after the engine was attached; detach the engine and attach a new one")
+        self.options = OptionWatch(self._model)
 
     @staticmethod
     def _is_dry(call: RootCall) -> bool:
@@ -165,7 +182,7 @@ class Verification:
             ) from begun.failure
         self.settle(unknown, begun.call)
         if begun.mixed:
-            self._forbid_training_on(begun.mixed, output)
+            self._forbid_training_on(begun.mixed, output, begun.call.batch)
         if self.followed and begun.way not in self._searched:
             self._search_past_taps(output)
             if len(self._searched) >= MOST_WAYS:
@@ -194,15 +211,15 @@ class Verification:
                     f"{KEEP_BATCH_FIRST}"
                 )
 
-    def _forbid_training_on(self, places: Collection[OutputPlace], output: Any) -> None:
+    def _forbid_training_on(self, places: Collection[OutputPlace], output: Any, batch: int) -> None:
         """Refuse a backward pass through outputs, or losses in attributes, that mix samples."""
         tensors: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))
-        tensors |= {(name, key): value for name, key, value in losses_left_in(self._model)}
+        tensors |= losses_left_in(self._model, batch)
         for place in places:
             tensor = tensors.get(place)
             if tensor is None or not tensor.requires_grad:
                 continue
-            what = f"output {place}" if isinstance(place, int) else ".".join(filter(None, place))
+            what = f"output {place}" if isinstance(place, int) else ".".join(filter(None, place[:2]))
 
             def refuse(gradient: Tensor, what: str = what) -> None:
                 if own_capture() is not None or gradient.any():
@@ -213,9 +230,16 @@ class Verification:
 
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _remember(self, way: object) -> None:
+    def _reading(self, call: RootCall) -> _Reading:
+        leaves = enumerate(leaves_in((call.args, call.kwargs)))
+        given = {
+            place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
+        }
+        return _Reading(self._shared, given, self._output_dims, self._mixed)
+
+    def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
-        self._verified[way] = _Reading(self._shared, self._output_dims, self._mixed)
+        self._verified[way] = self._reading(call)
         if len(self._verified) < MOST_WAYS:
             return
         del self._verified[next(iter(self._verified))]
@@ -344,6 +368,22 @@ class Verification:
         modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
         if modules:
             raise NotFollowed(modules, reason)
+
+
+def _refuse_other_values(given: dict[int, Leaf], call: RootCall) -> None:
+    """Refuse an argument that was taken to be shared by all samples, if it changes and still has a row for each."""
+    if not given:
+        return
+    for place, leaf in enumerate(leaves_in((call.args, call.kwargs))):
+        before = given.get(place)
+        if not isinstance(before, Tensor) or not isinstance(leaf, Tensor) or len(leaf) != call.batch:
+            continue
+        if before.shape != leaf.shape or not torch.equal(before, leaf):
+            raise UserError(
+                f"tensor {place} of the model's arguments has as many rows as there are samples, and changes from step "
+                "to step: if they are the samples', the model mixes them; if all samples share it, give it a leading "
+                "dimension of 1 (table.unsqueeze(0))"
+            )
 
 
 def _note_known(calls: list[UnknownCall]) -> None:

@@ -14,7 +14,7 @@ from dpscope.flash.gradients.contributions import Kept, Summed, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NEEDS_DENSE
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.frames import break_graph
 from dpscope.flash.torch_side.instance_method import InstanceMethod
@@ -256,6 +256,8 @@ class LayerTap(TapOfSamples):
 
     def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
         """Return x as (B, k, ...) if it has k·B rows, k consecutive ones for each sample."""
+        if x.is_nested:
+            raise UserError(f"{self.name} was given a nested tensor, {NEEDS_DENSE}")
         if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
             return None
         return x.reshape(batch, -1, *x.shape[1:])

@@ -35,6 +35,12 @@ KEEP_BATCH_FIRST = (
 )
 
 
+NEEDS_DENSE = (
+    "and per-sample gradients are made of dense ones; call .to_dense() on it (to_padded_tensor() if it is nested) "
+    "before that, or freeze the weight"
+)
+
+
 def leaves_in(value: Any) -> list[Leaf]:
     """Return tensors with at least one dimension, and packed sequences, in the order in which they are met."""
     found = (leaf for leaf in _walk(value, set()) if isinstance(leaf, Leaf))

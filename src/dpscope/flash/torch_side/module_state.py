@@ -26,6 +26,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MOST_CHANGES = 4  # of an option, by the user: then it is not watched any longer
 _DEPTH = 4  # levels of nested containers that are searched
 
@@ -47,7 +48,7 @@ class ModuleState:
         self._tokens: dict[str, tuple[Any, Any]] = {}  # path -> value and token
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of modules, and as they are now
         for name, module in unit.named_modules():
-            held = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+            held = attributes_of(module)
             self._held.append((vars(module), held))
             for key, value in held.items():
                 path = f"{name}.{key}" if name else key
@@ -77,7 +78,7 @@ class ModuleState:
                     continue
                 if own is None:
                     own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
-                tensors = list(_tensors(value))
+                tensors = list(tensors_inside(value))
                 if not tensors or any(id(tensor) not in own for tensor in tensors):
                     changed[path] = value if isinstance(value, Tensor) else tensors or copy.copy(value)
         self.restore()
@@ -94,14 +95,16 @@ class ModuleState:
 
 
 class OptionWatch:
-    """The numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs, too.
+    """The parts of a model that decide what its forward does with samples.
 
-    They decide what a forward does with its samples. Changes by forward itself (a counter) do not count, and an option
-    that the user changes again and again is no longer watched.
+    They are the numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs,
+    too; their children, forwards of their own, and how many hooks, children and parameters they have. Changes by
+    forward itself (a counter) do not count, and what the user changes again and again is no longer watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owned = [vars(module) for module in model.modules()]
+        self.modules = list(model.modules())
+        owned = [vars(module) for module in self.modules]
         inner = [
             value if isinstance(value, dict) else vars(value)
             for own in owned
@@ -115,36 +118,53 @@ class OptionWatch:
             for key, value in holder.items()
             if key not in _INTERNAL and _is_option(value)
         ]
+        self._cells += [(own, "forward") for own in owned]
+        children = [own["_modules"] for own in owned if type(own["_modules"]) is dict]  # not of a scripted module
+        self._cells += [(held, name) for held in children for name in held]
+        self._counted = [
+            own[name] for own in owned for name in (*_HOOKS, "_modules") if isinstance(own.get(name), dict)
+        ]
         self._changes: Counter[int] = Counter()
         self.note()
 
     def values(self) -> list[Any]:
-        """Return the options as they are."""
-        return [holder.get(key) for holder, key in self._cells]
+        """Return all of them as they are."""
+        found = [holder.get(key) for holder, key in self._cells]
+        found.extend(map(len, self._counted))
+        return found
 
     def changed_since(self, before: list[Any]) -> str | None:
         """Return the name of an option that is not as it was when `values` gave `before`; None if all are."""
-        both = zip(self._cells, self.values(), before, strict=True)
-        return next((key for (_, key), new, old in both if new is not old and new != old), None)
+        changed = next(
+            (index for index, both in enumerate(zip(self.values(), before, strict=True)) if _differ(*both)), None
+        )
+        if changed is None:
+            return None
+        return self._cells[changed][1] if changed < len(self._cells) else "hooks"
 
     def note(self) -> None:
         """Remember the current state as known."""
         self._values = self.values()
 
     def has_changed(self) -> bool:
-        """Return whether an option has changed since it was noted."""
+        """Return whether anything has changed since it was noted."""
         values = self.values()
         if all(map(operator.is_, values, self._values)):
             return False
-        both = zip(values, self._values, strict=True)
-        changed = [index for index, (new, old) in enumerate(both) if not (_is_option(new) and new == old)]
+        changed = [index for index, both in enumerate(zip(values, self._values, strict=True)) if _differ(*both)]
         self._changes.update(changed)
         tired = {index for index in changed if self._changes[index] >= _MOST_CHANGES}
         if tired:
+            cells = len(self._cells)
             self._cells = [cell for index, cell in enumerate(self._cells) if index not in tired]
+            self._counted = [each for index, each in enumerate(self._counted, cells) if index not in tired]
             self._changes.clear()
         self.note()
         return bool(changed)
+
+
+def _differ(new: Any, old: Any) -> bool:
+    return new is not old and not ((_is_option(new) or callable(new)) and new == old)
 
 
 def _is_option(value: Any) -> bool:
@@ -203,15 +223,25 @@ def _refill(container: Any, fill: Callable[[Any], None], content: Any) -> None:
     fill(content)
 
 
-def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are not torch's own."""
+    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+
+
+def tensors_inside(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in a value; not those of containers that are `seen` already."""
     if isinstance(value, Tensor):
         yield value
-    for part in (_parts(value) if depth else None) or ():
-        yield from _tensors(part, depth - 1)
+        return
+    parts = _parts(value) if depth and (seen is None or id(value) not in seen) else None
+    if seen is not None and parts is not None:
+        seen.add(id(value))
+    for part in parts or ():
+        yield from tensors_inside(part, seen, depth - 1)
 
 
 class BufferWatch:
-    """Real-valued buffers of a model outside of units that run sample by sample: none may be made of the samples.
+    """Buffers of a model outside of units that run sample by sample: none may be made of the samples.
 
     Those that are not saved (persistent=False) may be replaced, as caches are, but not written to.
     """
@@ -224,7 +254,7 @@ class BufferWatch:
             for name, module in model.named_modules()
             if id(module) not in inside
             for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and not buffer.is_inference()
+            if buffer is not None and not buffer.is_inference()
         ]
 
     def look(self) -> list[tuple[Tensor | None, int]]:
@@ -284,7 +314,7 @@ class Remains:
             agree = same and not first.requires_grad
         else:
             contents = [token(value, identity=False) for value in values]
-            agree = contents.count(contents[0]) == len(contents) and not any(map(list, map(_tensors, values)))
+            agree = contents.count(contents[0]) == len(contents) and not any(map(list, map(tensors_inside, values)))
         if not agree:
             self.refuse(path)
         return first

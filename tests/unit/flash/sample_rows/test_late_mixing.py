@@ -186,10 +186,11 @@ def test_a_counter_of_the_models_own_costs_no_look():
             return self.layer(x)
 
     model = Counts()
+    calls: list[int] = []
+    model.layer.register_forward_hook(lambda *_: calls.append(1))
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         private_step(engine, rows(), losses)
-        calls = []
-        model.layer.register_forward_hook(lambda *_: calls.append(1))
+        calls.clear()
         for _ in range(2, 8):
             private_step(engine, rows(), losses)
     assert len(calls) < 6 + 8  # passes 3, 5, 6 and 7 are not looked at, nor is 4, of a small batch
@@ -197,12 +198,13 @@ def test_a_counter_of_the_models_own_costs_no_look():
 
 def test_an_option_that_changes_in_every_step_is_not_watched_for_ever():
     model = Switched("attribute")
+    calls: list[int] = []
+    model.layer.register_forward_hook(lambda *_: calls.append(1))
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         for step in range(6):
             model.settings.mixing = step  # read by nobody here
             private_step(engine, rows(), losses)
-        calls = []
-        model.layer.register_forward_hook(lambda *_: calls.append(1))
+        calls.clear()
         model.settings.mixing = 7
         private_step(engine, rows(), losses)
     assert len(calls) == 1

@@ -1,0 +1,58 @@
+"""Graphs that a forward leaves behind: tensors with a history that it keeps somewhere, to be trained on later."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dpscope.flash.torch_side.autograd_graph import nodes_behind
+
+
+class _Mark:
+    """Something that a graph holds, and that is gone when the graph is."""
+
+
+class LeftGraphs(saved_tensors_hooks):
+    """Context of a forward pass. What autograd saves in it is marked, and so is the graph of its outputs."""
+
+    def __init__(self) -> None:
+        self._mark: _Mark | None = _Mark()
+        self._alive = weakref.ref(self._mark)
+        super().__init__(lambda tensor: (tensor.detach(), self._mark), lambda saved: saved[0])
+
+    def __enter__(self) -> None:
+        self._first = _sequence_number()
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._last = _sequence_number()
+
+    def mark(self, outputs: list[Tensor]) -> None:
+        """Mark the graph of the outputs; no more is to come."""
+        for node in nodes_behind(outputs):
+            if type(node).__name__ != "AccumulateGrad":  # which lives with its parameter
+                node.metadata[_Mark] = self._mark
+        self._mark = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the pass that are still there, once its outputs are gone."""
+        if self._alive() is None:
+            return []
+        gc.collect()  # a graph may be in a cycle with what has made it
+        if self._alive() is None:
+            return []
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
+        return [each for each in tensors if self._first < each.grad_fn._sequence_nr() < self._last]
+
+
+def _sequence_number() -> int:
+    """Return the number of a node that is made now: nodes are numbered in order."""
+    with torch.enable_grad():
+        node = torch.ones((), requires_grad=True).neg().grad_fn
+    assert node is not None
+    return int(node._sequence_nr())
