@@ -191,20 +191,23 @@ class Mixing(TriedCall):
         """
         refusals: list[Exception] = []
         shown = True
-        for _ in self.readings():
-            rows = self.rows()
-            if not shown and self._shares_relation():
-                continue
-            try:
-                self._compare_rows(rows, None, 2)
-                shown = False
-                further()
-                self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
-                return
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                refusals.append(error)
+        for of_any_shape in (False, True):
+            for _ in self.readings(of_any_shape=of_any_shape):
+                rows = self.rows()
+                if not shown and self._shares_relation():
+                    continue
+                try:
+                    self._compare_rows(rows, None, 2)
+                    shown = False
+                    further()
+                    self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
+                    return
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    refusals.append(error)
+            if isinstance(refusals[0], UserError):  # it ran, and samples mix; otherwise rows were of no sample
+                break
         raise refusals[0]
 
     def _shares_relation(self) -> bool:

@@ -101,11 +101,14 @@ class TriedCall:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self.batch in leaf.shape]
         return {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
 
-    def readings(self) -> Iterator[None]:
-        """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables)."""
+    def readings(self, *, of_any_shape: bool = False) -> Iterator[None]:
+        """Try values of `shared` in turn: no argument, one, or all but the first (masks, tables).
+
+        Those that look like rows of samples are left out, unless they may be `of_any_shape`.
+        """
         sampled = self.sampled_leaves()
         leaves = [(place, leaf) for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled]
-        places = [place for place, leaf in leaves[1:] if self._may_be_shared(leaf, leaves[0][1])]
+        places = [place for place, leaf in leaves[1:] if of_any_shape or self._may_be_shared(leaf, leaves[0][1])]
         given = self.shared
         for more in dict.fromkeys([frozenset[int](), *(frozenset([place]) for place in places), frozenset(places)]):
             self.shared = given | more

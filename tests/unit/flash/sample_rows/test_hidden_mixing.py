@@ -309,3 +309,24 @@ def test_samples_that_are_flipped_later_are_found_among_three_at_the_next_look()
         switch["on"] = True
         with pytest.raises(UserError, match="samples mix"):
             step(engine, (rows(3),), losses)
+
+
+class Positions(nn.Module):
+    """Adds a table of positions that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.layer(x + table[: x.shape[1]])
+
+
+def test_a_table_that_looks_like_rows_of_samples_is_tried_as_a_table_if_it_cannot_be_cut():
+    """Seven samples of six positions, and a table of seven rows and six columns."""
+    model, table = Positions(), torch.randn(7, 6)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, table.to(x)).sin().flatten(1).sum(1)
+
+    assert_exact(model, torch.randn(7, 6, 6), losses)
