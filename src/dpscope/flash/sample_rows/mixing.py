@@ -37,7 +37,7 @@ from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.flash.torch_side.shards import is_sharded
-from dpscope.random_states import RandomStates, cuda_devices
+from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
@@ -190,12 +190,13 @@ class Mixing(TriedCall):
         it would have to be the same in every step.
         """
         refusals: list[Exception] = []
-        shown = True
+        shown, tried = True, set[frozenset[int]]()
         for of_any_shape in (False, True):
             for _ in self.readings(of_any_shape=of_any_shape):
                 rows = self.rows()
-                if not shown and self._shares_relation():
+                if self.shared in tried or (not shown and self._shares_relation()):
                     continue
+                tried.add(self.shared)
                 try:
                     self._compare_rows(rows, None, 2)
                     shown = False
@@ -322,8 +323,12 @@ class Mixing(TriedCall):
         rows = self.rows()
         some = [[len(rows) - 1, 0]] if len(rows) > 2 else []
         some += [[len(rows) - 1], list(range(len(rows) // 2))]  # some models do not take one sample alone, or an order
+        devices = cuda_devices(self.model)
         with self._untouched(), WithoutDropout():
-            many = self._outputs(rows, 1)
+            seed_all(1, devices)
+            before = RandomStates.now(devices)
+            many = self._outputs(rows, None)
+            draws = not before.equals(RandomStates.now(devices))
         for places in some:
             try:
                 with self._untouched(), WithoutDropout():
@@ -339,15 +344,13 @@ class Mixing(TriedCall):
         if len(few) == len(many):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
-        if any(self._row_differs(*both, places, len(rows), self._confirmed_share(i, both[1])) for i, both in pairs):
-            with self._untouched(), WithoutDropout():
-                again = self._outputs(rows, 2)
-            if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(many, again, strict=True)):
-                raise UserError(
-                    "what the model gives for a sample depends on how many samples are in its batch, or on its place "
-                    f"among them ({sizes[0]} of {sizes[1]} alone give something else): divide by a fixed number, or "
-                    "leave the mean to the loss"
-                )
+        differ = (self._row_differs(*both, places, len(rows), self._confirmed_share(i, both[1])) for i, both in pairs)
+        if not draws and any(differ):
+            raise UserError(
+                "what the model gives for a sample depends on how many samples are in its batch, or on its place "
+                f"among them ({sizes[0]} of {sizes[1]} alone give something else): divide by a fixed number, or "
+                "leave the mean to the loss"
+            )
 
     def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, share: float | None) -> bool:
         """Return whether the output for any sample by itself is not that in the batch, by more than rounding."""
@@ -357,7 +360,8 @@ class Mixing(TriedCall):
         a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (few, many))
         if a.shape[1] != b.shape[1]:
             return False
-        apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - b[places], b[places]))
+        same = b.index_select(0, torch.tensor(places, device=b.device))
+        apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if share is not None:
             allowed = share * torch.maximum(size, size.new_tensor(_largest(b)))

@@ -410,10 +410,16 @@ class SelfTest:
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward), ~self.first_half, weighted=False), [])
             with self._closed(self.engine.state.take_recorded()) as micro:
-                if micro is not None and read(micro.squared[0][self.first_half.to(micro.squared.device)].any(), False):
+                if micro is not None and self._is_loud(micro, self.first_half):
                     silent = self.first_half.to(weights.dtype)
                     self._sum(micro, silent, lambda parameter, total: others.update({parameter: _norm(total)}))
         return wrong, norms, order, _not_zero(others)
+
+    @staticmethod
+    def _is_loud(micro: MicroBatch, samples: Tensor) -> bool:
+        """Return whether any of these samples has a gradient."""
+        squared = micro.squared[0]
+        return bool(read(squared.where(samples.to(squared.device), 0.0).any(), False))
 
     @staticmethod
     def _sum(micro: MicroBatch, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
