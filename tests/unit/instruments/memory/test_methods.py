@@ -53,7 +53,8 @@ def test_the_peak_is_what_the_allocators_events_give(method, workload, dtype, op
     live = storage_bytes(tensor for _, _, tensor in _holdings(trainer, batch))
     seen = allocator_peak(lambda: trainer.train_step(batch))
     tracked = tracked_step(*trainer_of(method, workload, dtype=dtype, optimizer=optimizer)).peak_bytes
-    assert live + seen.growth_outside - tracked in (0, NUMBER, RANDOM_STATE, 2 * RANDOM_STATE)
+    # The random states may be held at another moment than that of the tracked peak: then less of them shows.
+    assert 0 <= live + seen.growth_outside - tracked <= (2 * RANDOM_STATE if method == "flash" else NUMBER)
     largest_inside = max(seen.inside.values())
     print(f"inside operators at most {seen.inside}")  # shown where the test fails, and with -s
     assert tracked <= live + seen.growth <= tracked + largest_inside + NUMBER
