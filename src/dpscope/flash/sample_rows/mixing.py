@@ -74,6 +74,7 @@ class Mixing(TriedCall):
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
         self._snapshot: ModelSnapshot | None = None
+        self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._turn = 0  # of replaced samples
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
@@ -362,7 +363,7 @@ class Mixing(TriedCall):
             return False
         same = b.index_select(0, torch.tensor(places, device=b.device))
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        dtypes = self._dtypes
         if share is not None:
             allowed = share * torch.maximum(size, size.new_tensor(_largest(b)))
         elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
