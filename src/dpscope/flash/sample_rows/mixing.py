@@ -42,7 +42,6 @@ from dpscope.random_states import RandomStates, cuda_devices, seed_all
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
 _FEW = 3  # samples, of which one is replaced and then the others
-_CARRYING = 3  # samples of a batch that may leave something for the next one
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
@@ -410,8 +409,6 @@ class Mixing(TriedCall):
         if dry_run.current() is not None:
             return
         rows = self.rows()
-        if len(rows) < self.batch:  # all of them may be needed together
-            rows = rows[:_CARRYING]
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
         if not _any_apart(first, second, len(rows), share=_RERUN):
             return
