@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dpscope.errors import UserError
 from dpscope.units import GIB, MIB
+
+HALF, TF32, FP32 = "half", "tf32", "fp32"  # how a card makes products
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Card:
     memory_gib: float
     capability: tuple[int, int]
     multiprocessors: int
-    half_flops: float  # bf16 where it has it, else fp16; tensor cores
+    half_flops: float  # fp16, and bf16 where it has that; tensor cores
     tf32_flops: float  # float32 products where TF32 is allowed
     fp32_flops: float
     bytes_per_second: float
@@ -32,6 +36,17 @@ class Card:
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
+
+    @property
+    def has_bf16(self) -> bool:
+        """True if tensor cores take bf16. Older cards make bf16 products as float32 ones."""
+        return self.capability >= (8, 0)
+
+    def flops_of(self, dtype: torch.dtype, *, tf32: bool) -> tuple[str, float]:
+        """Return how products of a format are made, and their peak rate."""
+        if dtype.itemsize <= 2 and (dtype != torch.bfloat16 or self.has_bf16):
+            return HALF, self.half_flops
+        return (TF32, self.tf32_flops) if tf32 else (FP32, self.fp32_flops)
 
     @property
     def context_bytes(self) -> int:

@@ -16,14 +16,16 @@ from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited
 from dpscope.forecast.probe import Correction, Probe, Say
 from dpscope.forecast.side_by_side import run_side_by_side
 from dpscope.forecast.step import StepForecast, forecast_step
+from dpscope.packages import version_of
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
-from dpscope.workloads.configs import WorkloadConfig, find_workload
-from dpscope.workloads.workload import build_workload
+from dpscope.workloads.configs import LoraSettings, WorkloadConfig, find_workload, with_lora
+from dpscope.workloads.workload import ALL_LINEAR, build_workload, require_peft
 
 DEFAULT_LOGICAL_BATCH = 256
+ADAPTERS = LoraSettings(r=16, alpha=32, target=(ALL_LINEAR,))  # whose effect is shown
 Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
 
 
@@ -139,6 +141,8 @@ def plan(
         raise UserError(found[-1]["refused"])
     if specs[0].compile != EAGER and prober is None:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
+    if specs[0].dtype == "bf16" and not card.has_bf16:
+        remarks.append(f"{card.title} has no tensor cores for bf16: its products take the time of float32's.")
     if specs[0].world_size > 1:
         remarks.append(
             f"Peaks and batches are those of each of {specs[0].world_size} processes ({specs[0].parallel}). "
@@ -259,20 +263,26 @@ def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *,
 def _effects(
     specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, workers: int, say: Say
 ) -> list[dict[str, Any]]:
-    """Return the effect of each change on the last method that fits, usually flash."""
-    fitting = [(spec, row) for spec, row in zip(specs, rows, strict=True) if row["batch_size"]]
-    if not fitting:
+    """Return the effect of each change on the last method that fits, usually flash; on the last one if none fits."""
+    planned = [(spec, row) for spec, row in zip(specs, rows, strict=True) if "refused" not in row]
+    if not planned:
         return []
-    spec, row = fitting[-1]
-    before = StepForecast(**row["step"])
-    spec = replace(spec, batch_size=row["batch_size"])
-    changes: dict[str, RunSpec] = {"twice the batch": replace(spec, batch_size=2 * spec.batch_size)}
+    spec, row = next((each for each in reversed(planned) if each[1]["batch_size"]), planned[-1])
+    spec = replace(spec, batch_size=row["batch_size"] or row["needs_batch"])
+    before = StepForecast(**row["step"]) if "step" in row else forecast_step(spec, card, attributed=False)
+    changes: dict[str, RunSpec] = {}
+    if row["batch_size"]:
+        changes["twice the batch"] = replace(spec, batch_size=2 * spec.batch_size)
     if not spec.checkpoint_blocks and spec.method in ("standard", "flash"):
         changes["checkpointed blocks"] = replace(spec, checkpoint_blocks=True)
         if spec.method == "flash":
             changes["checkpointed blocks, lean"] = replace(spec, checkpoint_blocks=True, memory_budget="lean")
-    if spec.dtype != "bf16":
+    if spec.dtype != "bf16" and card.has_bf16:
         changes["bf16"] = replace(spec, dtype="bf16")
+    if spec.workload.lora is None and version_of("peft"):
+        require_peft()
+        adapted = replace(spec, workload=with_lora(spec.workload, ADAPTERS))
+        changes[f"LoRA of rank {ADAPTERS.r} on all linear layers"] = adapted
     tasks = [partial(_effect, what, changed, spec, before, card) for what, changed in changes.items()]
     return [found for found in run_side_by_side(tasks, workers, say) if found]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.flash.torch_side.shards import is_shard_type
-from dpscope.forecast.cards import Card
+from dpscope.forecast.cards import FP32, HALF, TF32, Card
 from dpscope.forecast.remembered_results import key_of
 from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
@@ -26,7 +26,6 @@ from dpscope.vocabulary.phases import ATTENTION, GEMM
 
 UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
 CONVOLUTION = "convolution"
-HALF, TF32, FP32 = "half", "tf32", "fp32"
 PRODUCTS = {HALF: 0.85, TF32: 0.75, FP32: 0.7}  # shares of the card's peak that matrix products reach
 SLOWER = {UNALIGNED: 0.4, CONVOLUTION: 0.22}  # times that
 ATTENDING = 0.7  # by attention's kernels; those of float32 without tensor cores
@@ -133,12 +132,9 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels += 1
 
     def _computing(self, family: str, dtype: torch.dtype, flops: int) -> float:
-        card = self._card
-        kind = HALF if dtype.itemsize <= 2 else TF32 if self._tf32 else FP32
-        rates = {HALF: card.half_flops, TF32: card.tf32_flops, FP32: card.fp32_flops}
-        if family == ATTENTION:
-            return flops / (ATTENDING * (card.half_flops if kind == HALF else card.fp32_flops))
-        return flops / (rates[kind] * PRODUCTS[kind] * SLOWER.get(family, 1.0))
+        attends = family == ATTENTION  # in float32 without tensor cores
+        kind, rate = self._card.flops_of(dtype, tf32=self._tf32 and not attends)
+        return flops / (rate * (ATTENDING if attends else PRODUCTS[kind] * SLOWER.get(family, 1.0)))
 
     @property
     def gpu_seconds(self) -> float:

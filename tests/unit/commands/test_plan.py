@@ -133,6 +133,29 @@ def test_what_does_not_fit_and_what_would_change_are_in_the_document(monkeypatch
     assert not too_large["fits"]
 
 
+def test_what_does_not_fit_is_told_what_would_change_it_too(monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setitem(CARDS, "t4", small(0.02))
+    found = plan("hf:llama-tiny", methods=["flash"], seq_len=16, card="t4")
+    effects = {effect["what"]: effect["peak_ratio"] for effect in found["effects"]}
+    assert not found["fits"]
+    assert "twice the batch" not in effects
+    assert effects["LoRA of rank 16 on all linear layers"] < 1
+
+
+def test_a_card_without_bf16_is_not_told_to_use_it_and_gains_nothing_by_it():
+    config = make_config("tiny", num_layers=1)
+    step = {"methods": ["standard"], "seq_len": 16, "batch_size": 2, "effects": True}
+    old, new = (plan(config, card=name, **step) for name in ("t4", "a10"))
+    assert "bf16" not in [effect["what"] for effect in old["effects"]]
+    assert "bf16" in [effect["what"] for effect in new["effects"]]
+    asked = plan(config, card="t4", settings={"dtype": "bf16"}, **{**step, "effects": False})
+    assert "no tensor cores for bf16" in " ".join(asked["remarks"])
+    assert CARDS["t4"].flops_of(torch.bfloat16, tf32=False) == ("fp32", CARDS["t4"].fp32_flops)
+    assert CARDS["t4"].flops_of(torch.float16, tf32=False) == ("half", CARDS["t4"].half_flops)
+    assert CARDS["a10"].flops_of(torch.bfloat16, tf32=True) == ("half", CARDS["a10"].half_flops)
+
+
 class ReadsItself(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
