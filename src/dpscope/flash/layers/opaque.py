@@ -5,8 +5,7 @@ module runs under vmap over samples, each seeing a batch of one; ordinary autogr
 which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. If vmap cannot
 follow (data-dependent control flow, operators without a batching rule), the samples run one after the other.
 
-At the first call of each kind, and at the 2nd, 4th, 8th, … of all, the module is also run on whole batches, without
-gradients (`unit_check`). It is refused if its output for a batch differs from its outputs for single samples.
+Whether its output for a batch is that for its samples one by one is what the self-test finds out, with the whole model.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side import dry_run
+from dpscope.random_states import cuda_devices, random_states_kept
 
 
 class Expand(torch.autograd.Function):
@@ -46,13 +45,12 @@ class Expand(torch.autograd.Function):
 
 
 class OpaqueTap(PerSampleTap):
-    """Tap that runs the module sample by sample. The first call of each kind is checked, later ones now and then."""
+    """Tap that runs the module sample by sample."""
 
     derives = False  # it is given tensors that are made of parameters, and nothing of the samples
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.looks = 0  # of the schedule, when it was checked last
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def _parameters_given(self, args: Any, kwargs: Any) -> Proxy | None:
@@ -66,17 +64,14 @@ class OpaqueTap(PerSampleTap):
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
-    def check(self, sample_call: SampleCall) -> None:
-        """Check how the module treats a batch. It takes several forward passes, so it is not done in every call."""
-        if dry_run.current() is not None:
+    def _note_dtypes(self, sample_call: SampleCall) -> None:
+        """Run the module on the batch, without gradients, to see which dtypes it gives."""
+        kind = sample_call.kind()
+        if kind in self.dtypes or dry_run.current() is not None or not sample_call.batch:
             return
-        check = UnitCheck(sample_call)
-        if sample_call.undecided:
-            check.decide()
-        kind, looks = sample_call.kind(), len(self.engine.verification.schedule.looks)
-        if kind not in self.dtypes or looks > self.looks:
-            self.looks = looks
-            self.dtypes[kind] = check.run()
+        with torch.no_grad(), random_states_kept(cuda_devices(self.module)):
+            found, _, _ = sample_call.call({}, sample_call.leaves)
+        self.dtypes[kind] = [leaf.dtype for leaf in found if isinstance(leaf, Tensor)]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
@@ -90,8 +85,7 @@ class OpaqueTap(PerSampleTap):
             return self.original(*args, **kwargs)
         sample_call = SampleCall(self, args, kwargs)
         sample_call.admit()
-        if sample_call.batch:
-            self.check(sample_call)
+        self._note_dtypes(sample_call)
         batch, anchor = sample_call.batch, self.engine.anchor.tensor
         expanded = {
             parameter_key(key): Expand.apply(anchor, whole[key].detach(), batch, self, slot)  # type: ignore[no-untyped-call]

@@ -74,7 +74,9 @@ class PerSampleTap(TapOfSamples):
         self.functional = FunctionalForward(module, self.original)
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
         self.input_dims, self.output_dims = sample_dims(module)
-        self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
+        # Arguments by SampleCall.key: those all samples share, and numbers of samples that others had as many rows for.
+        self.shared_arguments: set[Any] = set()
+        self.numbers_of: dict[Any, set[int]] = {}
         self.by_loop = False
         self.describe("torch.func.vmap over samples")
 

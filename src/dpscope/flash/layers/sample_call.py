@@ -72,10 +72,6 @@ def _no_checkpoints() -> Iterator[None]:
         yield
 
 
-class WrittenArguments(UserError):
-    """Error of a per-sample module that changes its arguments in place."""
-
-
 class SampleCall:
     """Call of a per-sample module.
 
@@ -99,7 +95,6 @@ class SampleCall:
         self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)
         self.mapped: dict[int, int] = {}  # leaf -> dimension of samples
         self.expanded: set[int] = set()  # leaves that had one row for all samples
-        self.undecided: list[int] = []  # leaves that may be one entry a sample, or shared: their sizes do not tell
         main = True
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
@@ -139,29 +134,30 @@ class SampleCall:
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
         """Decide by the size in this call if that is conclusive, otherwise by what other calls have shown.
 
-        If a size differs from the batch size once, the argument is shared for good: a mask (T, T) stays shared in a
-        later batch of T samples. An equal size may be a coincidence, and is checked.
+        If a size differs from the number of samples once, the argument is shared for good: a mask (T, T) stays shared
+        in a later batch of T samples. An equal size may be a coincidence: verification tries two numbers of samples.
         """
-        name, known = self.names[index], self.tap.per_sample.get(self.key(index))
+        name, key = self.names[index], self.key(index)
+        is_shared, numbers = key in self.tap.shared_arguments, self.tap.numbers_of.get(key, set())
         dim = self.tap.input_dims.get(name, 0)
         size = leaf.shape[dim] if dim is not None and leaf.dim() > dim else None
         certain = main or leaf.requires_grad or dim is None or name in self.tap.input_dims
-        if dim is not None and size == self.batch and (certain or known is not False):
+        if dim is not None and size == self.batch and (certain or not is_shared):
             self.mapped[index] = dim
-            if not certain and known is None and self.batch > 1:
-                self.undecided.append(index)
+            if not certain and self.batch > 1:
+                self.tap.numbers_of.setdefault(key, set()).add(self.batch)
         elif dim is not None and size == 1 and (leaf.requires_grad or main):
             shape = [self.batch if axis == dim else length for axis, length in enumerate(leaf.shape)]
             self.leaves[index] = leaf.expand(shape)
             self.mapped[index] = dim
             self.expanded.add(index)
-        elif leaf.requires_grad or (main and leaf.dim()) or (name in self.tap.input_dims and leaf.dim() > 2) or known:
+        elif leaf.requires_grad or (main and leaf.dim()) or (certain and leaf.dim() > 2) or len(numbers) > 1:
             raise self.tap.does_not_fit(
                 f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} ({name}) in a batch of {self.batch} "
                 f"samples: {KEEP_BATCH_FIRST}"
             )
         elif size is not None and size != self.batch:
-            self.tap.per_sample[self.key(index)] = False
+            self.tap.shared_arguments.add(key)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +190,7 @@ class SampleCall:
         return found, spec, changes
 
     def _refuse_written_arguments(self) -> NoReturn:
-        raise WrittenArguments(
+        raise UserError(
             f"{self.tap.name} ({type(self.tap.module).__name__}) changes its arguments in forward (a cache, a "
             "dictionary, a tensor written in place), and its samples run one by one here: whoever reads them "
             "afterwards would miss what it wrote; return it from forward instead, or switch the cache off "

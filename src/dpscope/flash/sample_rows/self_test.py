@@ -166,13 +166,14 @@ class SelfTest:
                 named = {parameter: name for name, parameter in self.engine.trained().items()}
                 self._raise_for(bad, order, named, _MOVED)
 
-    def try_other_samples(self) -> None:
-        """Run the tapped model forward on other samples, for those who look at what changes with them."""
-        if self.call.batch < 2:
+    def try_other_samples(self, more: int = 0) -> None:
+        """Run the tapped model forward on other samples, and `more` of them, for taps that look at what changes."""
+        if self.call.batch < 2 or dry_run.current() is not None:
             return
-        with untouched(self.model), self.engine.state.trial(len(self.rows)):
+        rows = (torch.cat([self.rows, self.rows[:more]]) + 1) % self.call.batch
+        with untouched(self.model), self.engine.state.trial(len(rows)):
             try:
-                self._forward(self.call.forward, (self.rows + 1) % self.call.batch)
+                self._forward(self.call.forward, rows)
             except UserError:
                 raise
             except (Exception, NotFollowed):
@@ -377,6 +378,12 @@ class SelfTest:
         than a few sums are held, so that the test takes no more memory than an ordinary step.
         """
         outputs = self._forward(self.call.forward)
+        if len(outputs) != len(expected):
+            raise Mismatch(
+                [],
+                f"the model gives {len(expected)} tensors, and {len(outputs)} when it is run again: it depends on "
+                "something outside of it. Ask it for its last output alone (output_hidden_states=False)",
+            )
         if [output.shape for output in outputs] != [each.shape for each in expected]:
             raise Mismatch([], "with taps the model gives outputs of other shapes than without")
         wrong = self._differing(expected, outputs)

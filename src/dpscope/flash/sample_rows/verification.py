@@ -310,6 +310,8 @@ class Verification:
         # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
         hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
         with self._engine.forwards.trial() as unknown, hidden, self.locally():
+            if self._engine.runs_by_sample():
+                test.try_other_samples(more=1)  # which tells what samples share from what has a row for each
             compare = test.compare_rows if self._is_sharded else test.run
             try:
                 compare()
