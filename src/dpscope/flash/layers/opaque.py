@@ -10,6 +10,7 @@ Whether its output for a batch is that for its samples one by one is what the se
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 from dpscope.random_states import cuda_devices, random_states_kept
 
 
@@ -64,14 +66,26 @@ class OpaqueTap(PerSampleTap):
             output = self.original(*args, **kwargs)
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
-    def _note_dtypes(self, sample_call: SampleCall) -> None:
-        """Run the module on the batch, without gradients, to see which dtypes it gives."""
+    def _own_output(self, sample_call: SampleCall) -> list[Tensor] | None:
+        """Run the module on the batch, without gradients, at its first call of a kind: its dtypes and shapes count."""
         kind = sample_call.kind()
         if kind in self.dtypes or dry_run.current() is not None or not sample_call.batch:
-            return
+            return None
         with torch.no_grad(), random_states_kept(cuda_devices(self.module)):
             found, _, _ = sample_call.call({}, sample_call.leaves)
-        self.dtypes[kind] = [leaf.dtype for leaf in found if isinstance(leaf, Tensor)]
+        own = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        self.dtypes[kind] = [leaf.dtype for leaf in own]
+        return own
+
+    def _compare_shapes(self, output: Any, own: list[Tensor], batch: int) -> None:
+        """Refuse rows that are not the samples. An output with one row is shared by all of them."""
+        found = [leaf.shape for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        for mine, once in zip_longest(found, (leaf.shape for leaf in own)):
+            if mine != once and (not once or not mine or (once[:1], mine[:1], mine[1:]) != ((1,), (batch,), once[1:])):
+                raise self.does_not_fit(
+                    f"{self.name} ({type(self.module).__name__}) gave {once and tuple(once)} for a batch but "
+                    f"{mine and tuple(mine)} from its samples one by one: {KEEP_BATCH_FIRST}"
+                )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
@@ -85,7 +99,7 @@ class OpaqueTap(PerSampleTap):
             return self.original(*args, **kwargs)
         sample_call = SampleCall(self, args, kwargs)
         sample_call.admit()
-        self._note_dtypes(sample_call)
+        own = self._own_output(sample_call)
         batch, anchor = sample_call.batch, self.engine.anchor.tensor
         expanded = {
             parameter_key(key): Expand.apply(anchor, whole[key].detach(), batch, self, slot)  # type: ignore[no-untyped-call]
@@ -103,6 +117,8 @@ class OpaqueTap(PerSampleTap):
                         "parameter after the optimizer's step instead"
                     ) from error
             raise
+        if own is not None:
+            self._compare_shapes(output, own, batch)
         # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
         dtypes = iter(self.dtypes.get(sample_call.kind(), ()))
         return pytree.tree_map(
