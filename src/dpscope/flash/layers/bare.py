@@ -193,9 +193,6 @@ class BareTap(TapOfSamples):
         if not any(parameter.requires_grad for _, _, parameter in self.places):
             return self.original(*args, **kwargs)
         self.engine.forwards.batch_for(self, args, kwargs)
-        for owned, key, parameter in self.places:
-            if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
-                refuse_replaced(self, key)
         outer, self.hooks = self.hooks, current_hooks()
         before = self._early or self._put_proxies()
         self._early = None
@@ -206,9 +203,13 @@ class BareTap(TapOfSamples):
             self._take_off(before)
 
     def _put_proxies(self) -> _Places:
-        before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
+        before: _Places = []
         for owned, key, parameter in self.places:
-            if parameter.requires_grad:
+            found = owned.get(key)  # None if it was removed, as a bias may be
+            if found is not None and found is not parameter and not isinstance(found, Bare):
+                refuse_replaced(self, key)
+            if found is not None and parameter.requires_grad:
+                before.append((owned, key, found))
                 owned[key] = proxy = Bare.of(parameter, self)  # type: ignore[assignment]
                 proxy._is_param = True  # to isinstance, an nn.Parameter
         return before

@@ -422,7 +422,10 @@ class Mixing(TriedCall):
         with self._untouched():
             buffers = Buffers(self.model)
             first = rows if self.batch == 1 or not altered else self._shifted(rows)
-            self._outputs(first, 1, altered=altered)
+            try:
+                self._outputs(first, 1, altered=altered)
+            except (ValueError, RuntimeError, AssertionError):  # a model that takes no values below zero
+                self._outputs(first, 1)
             buffers.put_back()
             return self._outputs(rows, 2)
 
