@@ -488,3 +488,22 @@ def test_a_parameter_that_is_repeated_for_each_sample_keeps_its_layers_layers(sa
     model = FOLLOWED["repeated positions"]()
     batch = {"x": torch.randn(samples, LENGTH, WIDTH)}
     assert "opaque" not in {row.kind for row in assert_exact(model, batch, losses).explain()}
+
+
+@pytest.mark.parametrize("derive", [nn.utils.spectral_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_bias_that_is_removed_between_steps_stays_removed(derive):
+    """Hooks that derive a weight run before forward: proxies are in place by then, and must not bring the bias back."""
+    inner = derive(layer())
+    model = nn.Sequential(layer(), inner, nn.Tanh(), layer()).eval()
+    batch = {"x": torch.randn(4, LENGTH, WIDTH)}
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, losses)
+        engine.zero_grad()
+        inner.bias = None
+        truth = run_oracle(model, batch, one_loss(losses), max_grad_norm=1.0)
+        private_step(engine, batch, losses)
+        torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-5, atol=1e-6)
+        for name, total in truth.clipped_sums.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
+        assert inner.bias is None

@@ -346,3 +346,21 @@ def test_a_mean_that_is_carried_is_found_though_all_samples_are_looked_at():
     model = Carries()
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="from one step to the next"):
         model(torch.randn(4, 6), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(("kept", "share"), [(torch.sign, 1.0), (torch.clone, 1e-10)], ids=["signs", "little"])
+def test_state_is_found_that_depends_on_signs_or_moves_the_next_step_by_little(kept, share):
+    class Carries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, x):
+            y = self.inner(x + share * self.last.to(x))
+            self.last = kept(x.detach()).mean((0, 1))
+            return y
+
+    model = Carries().double()
+    x = torch.rand(2, 3, 4, dtype=torch.float64)  # of one sign
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"from one step to the next \(in last"):
+        model(x).sum().backward()
