@@ -76,6 +76,7 @@ class Mixing(TriedCall):
         self._snapshot: ModelSnapshot | None = None
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._turn = 0  # of replaced samples
+        self.to_the_bit = False  # whether any difference counts
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
@@ -113,7 +114,7 @@ class Mixing(TriedCall):
     def draw(self) -> None:
         """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits.
 
-        If the model is not too large it is asked in float64 as well, where rounding hides little.
+        If the model is not too large it is asked in float64, too, whether outputs depend on the number of samples.
         """
         if not self.sampled and leaves_in(self.call):
             raise UserError(
@@ -123,13 +124,9 @@ class Mixing(TriedCall):
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
         if numel <= _WIDE_NUMEL and dry_run.current() is None:
-            refusal = self._in_float64(self._compare_exactly)
+            refusal = self._in_float64(self._compare_sizes)
             if isinstance(refusal, UserError):
                 raise refusal
-
-    def _compare_exactly(self) -> None:
-        self._compare_rows(self.rows(), 0)
-        self._compare_sizes()
 
     def look_again(self) -> None:
         """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
@@ -142,21 +139,35 @@ class Mixing(TriedCall):
             self._look_at_parts()
 
     def _confirmed(self, question: Callable[[], None]) -> None:
-        """Ask a question, and again in float64 if it is answered by a refusal: what only rounding moves is no mixing.
+        """Refuse what any difference shows, however small, unless it is only rounding.
 
-        The same samples are replaced then. The refusal stands if the model cannot run in float64, or draws random
-        numbers, which would be others there.
+        Rows of samples that were not replaced are computed in the same way as before, so they are the same to the last
+        bit, unless another kernel is chosen for the others. Then the same question is asked in float64, where rounding
+        is smaller. If the model cannot run in float64, or draws random numbers, which would be others there, outputs
+        may differ by what rounding does in their dtype.
         """
         choices, turn, is_loud = RANDOM.getstate(), self._turn, self._is_loud
-        try:
-            question()
-        except UserError:
-            if self._draws_random_numbers():
-                raise
+
+        def again() -> None:
             RANDOM.setstate(choices)
             self._turn, self._is_loud = turn, is_loud
-            if not self._holds_in_float64(question):
-                raise
+            question()
+
+        self.to_the_bit = True
+        try:
+            question()
+            return
+        except UserError:
+            pass
+        finally:
+            self.to_the_bit = False
+        if not self._draws_random_numbers():
+            answer = self._in_float64(again)
+            if answer is None:
+                return
+            if isinstance(answer, UserError):
+                raise answer
+        again()
 
     def _draws_random_numbers(self) -> bool:
         devices = cuda_devices(self.model)
@@ -164,9 +175,6 @@ class Mixing(TriedCall):
             before = RandomStates.now(devices)
             self._outputs(self.rows(), None)
             return not before.equals(RandomStates.now(devices))
-
-    def _holds_in_float64(self, question: Callable[[], None]) -> bool:
-        return self._in_float64(question) is None
 
     def _in_float64(self, question: Callable[[], None]) -> Exception | None:
         """Ask a question with parameters, buffers and arguments in float64; return the error that it ends with."""
@@ -253,7 +261,7 @@ class Mixing(TriedCall):
                 after = self._outputs(changed, seed, loud=RANDOM.choice(replaced) if self._is_loud else None)
             kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
             for output, (first, second) in enumerate(zip(before, after, strict=False)):
-                if self._moved(first, second, len(index), kept, self._confirmed_share(output, first)):
+                if self._moved(first, second, len(index), kept, self._allowed_share(output, first)):
                     where = self._where((index, changed), seed, kept)
                     raise UserError(
                         f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes "
@@ -305,12 +313,14 @@ class Mixing(TriedCall):
                 return f" in {name}"
         return ""
 
-    def _confirmed_share(self, output: int, found: Tensor) -> float | None:
-        """Return by how much of its largest element an output may move in float64; None in the model's own dtype.
+    def _allowed_share(self, output: int, found: Tensor) -> float | None:
+        """Return by how much of its largest element an output may move; None: by what rounding does in its dtype.
 
-        The difference is relative to the output in that dtype: if it is only rounding, it is smaller in float64.
+        In float64 that is relative to the output in the model's own dtype: if it is only rounding, it is smaller.
         """
-        return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300)) if self.wide else None
+        if self.wide:
+            return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300))
+        return 0.0 if self.to_the_bit else None
 
     # -- their number ------------------------------------------------------------------------------------------------
 
@@ -345,7 +355,7 @@ class Mixing(TriedCall):
         if len(few) == len(many):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
-        differ = (self._row_differs(*both, places, len(rows), self._confirmed_share(i, both[1])) for i, both in pairs)
+        differ = (self._row_differs(*both, places, len(rows), output) for output, both in pairs)
         if not draws and any(differ):
             raise UserError(
                 "what the model gives for a sample depends on how many samples are in its batch, or on its place "
@@ -353,7 +363,7 @@ class Mixing(TriedCall):
                 "leave the mean to the loss"
             )
 
-    def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, share: float | None) -> bool:
+    def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, output: int) -> bool:
         """Return whether the output for any sample by itself is not that in the batch, by more than rounding."""
         dim = _dim_of_samples(few, many, len(places), rows)
         if dim is None or not few.is_floating_point() or not few.numel():
@@ -364,7 +374,7 @@ class Mixing(TriedCall):
         same = b.index_select(0, torch.tensor(places, device=b.device))
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
         dtypes = self._dtypes
-        if share is not None:
+        if self.wide and (share := self._allowed_share(output, many)) is not None:
             allowed = share * torch.maximum(size, size.new_tensor(_largest(b)))
         elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
             allowed = 0.1 * size
