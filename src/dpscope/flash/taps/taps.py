@@ -245,9 +245,9 @@ class LayerTap(TapOfSamples):
             return False  # the parameter is used elsewhere, too, and followed there
         if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
             return True
-        if slot is None or not slot.stands_for(parameter):
+        if parameter is not None and (slot is None or not slot.stands_for(parameter)):
             refuse_replaced(self, key)
-        self.expected[index] = (key, parameter)
+        self.expected[index] = (key, parameter)  # None if it was removed, as a bias may be
         return False
 
     def call_original(self, x: Tensor) -> Any:

@@ -330,3 +330,37 @@ def test_a_table_that_looks_like_rows_of_samples_is_tried_as_a_table_if_it_canno
         return model(x, table.to(x)).sin().flatten(1).sum(1)
 
     assert_exact(model, torch.randn(7, 6, 6), losses)
+
+
+# -- little of it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 1e-5), ("bf16", 1e-3), ("autocast", 1e-3)])
+def test_samples_that_mix_by_less_than_rounding_would_hide_are_refused(dtype, share):
+    """The model is too large to be asked in float64 without a reason."""
+    wide = nn.Sequential(nn.Linear(WIDTH, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, WIDTH))
+    model = nn.Sequential(Effect(lambda h: h + share * h.roll(1, 0)), wide)
+    x = torch.randn(16, WIDTH)
+    if dtype == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
+    with FlashEngine(model), precision, pytest.raises(UserError, match="samples mix"):
+        model(x)
+
+
+def test_rows_that_round_differently_with_the_others_are_not_taken_to_mix():
+    """An expert is given the samples that come to it: products of other sizes round in another way."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(64, 2), nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = self.gate(x).argmax(1)
+            y = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                y = y.index_put((torch.where(chosen == number)[0],), expert(x[chosen == number]))
+            return y
+
+    assert_exact(Experts(), torch.randn(13, 64), lambda model, x: model(x).sin().sum(1))
