@@ -22,7 +22,6 @@ from dpscope.flash.attachment import Attachment
 from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
 from dpscope.flash.checkpointing.closing import close_sums, one_by_one
-from dpscope.flash.checkpointing.recomputation import BlockPass
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
@@ -37,7 +36,7 @@ from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.verification import Verification
-from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
+from dpscope.flash.step.microbatch import Clipped, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
 from dpscope.flash.step.running_sums import RunningSums
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.taps.recorder import Recorder
@@ -325,7 +324,11 @@ class FlashEngine:
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
                 del recorded[:]
-                micro = self._norm(still_held, again.passes, rows)
+                normed = [(each.norms, each.groups) for each in again.passes if each.norms is not None]
+                micro = self.micro_batch(still_held, rows, normed=normed)
+                if rows is not None and self.static is None:
+                    self.padding.add(rows)
+                self._take(micro.result(), None if rows is None or self.static is not None else rows.real)
             else:  # an empty batch, or no backward at all
                 if recorded is not None:
                     self.state.count()
@@ -348,11 +351,11 @@ class FlashEngine:
         with temporarily(self, static=static, **results), self.state.capturing(), self.running_sums.kept():
             yield
 
-    def captured(self) -> CapturedBatch:
+    def captured(self) -> tuple[dict[nn.Parameter, Tensor], Clipped]:
         """Return the tensors of the micro-batch that `capturing` has closed: a replay of its graph fills them."""
         assert self.norms is not None and self.factors is not None and self.nonfinite_samples is not None
-        sums = dict(self.running_sums.items())
-        return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
+        found = Clipped(self.norms, self.factors, self.nonfinite_samples, self.state.observed)
+        return dict(self.running_sums.items()), found
 
     def count_replay(self, size: int, rows: Rows | None) -> None:
         """Count a micro-batch that a graph is about to run, as a closing does."""
@@ -362,44 +365,26 @@ class FlashEngine:
             self.padding.add(rows)
         self.state.count(size if rows is None else rows.real, self.clip.sensitivity(), rows)
 
-    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+    def take_replayed(self, sums: dict[nn.Parameter, Tensor], found: Clipped, real: int) -> None:
         """Take what the graph has filled."""
-        real = size if rows is None else rows.real
-        self.norms, self.factors = batch.norms[:real].clone(), batch.factors[:real].clone()
-        total = self.nonfinite_samples
-        self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
-        self.state.observe(None if batch.observed is None else batch.observed.clone())
-        for parameter, total_of_it in batch.sums.items():
-            self.running_sums.put(parameter, total_of_it)
+        self._take(Clipped(*(None if each is None else each.clone() for each in found)), real)  # type: ignore[arg-type]
+        for parameter, total in sums.items():
+            self.running_sums.put(parameter, total)
+
+    def _take(self, found: Clipped, real: int | None) -> None:
+        """Take norms and factors of a closed micro-batch. `real`: how many rows are samples; None keeps all rows."""
+        self.norms, self.factors, dropped, observed = found
+        if real is not None:
+            self.norms, self.factors = self.norms[:real], self.factors[:real]
+        self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
+        self.state.observe(observed)
 
     @torch.no_grad()
-    def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        normed = [(each.norms, each.groups) for each in passes if each.norms is not None]
-        micro = self.micro_batch(recorded, rows=rows, normed=normed)
-        found, static = micro.clipping, self.static
-        real = self._real(rows)
-        self.state.observe(
-            self.clip.observe(found.norms, found.finite, self.clip.bounds if static is None else static.bounds)
-        )
-        several = len(found.norms) > 1
-        self.norms = found.norms.norm(dim=0) if several else found.norms[0]
-        self.factors = found.factors.mT if several else found.factors[0]
-        dropped = (len(found.finite) if real is None else real) - found.finite.sum()
-        if rows is not None and static is None:
-            self.padding.add(rows)
-            self.norms, self.factors = self.norms[: rows.real], self.factors[: rows.real]
-        self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
-        return micro
-
-    def _real(self, rows: Rows | None) -> int | Tensor | None:
-        """Return the number of rows that are samples; None if all are."""
-        return None if rows is None else rows.real if self.static is None else self.static.real
-
     def micro_batch(
         self,
         recorded: Recorded,
+        rows: Rows | None,
         *,
-        rows: Rows | None = None,
         normed: Sequence[Normed] = (),
         groups: Sequence[int] | None = None,
     ) -> MicroBatch:
@@ -414,7 +399,7 @@ class FlashEngine:
             groups=self.groups,
             mean=self.loss_reduction == "mean",
             loss_scale=self.loss_scale() if callable(self.loss_scale) else self.loss_scale,
-            real=self._real(rows if groups is None else self.state.rows),
+            real=None if rows is None else rows.real if static is None else static.real,
             bounds=None if static is None else static.bounds,
         )
 

@@ -24,6 +24,7 @@ from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.padding.rows import Rows
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Engine, Recorder
@@ -40,7 +41,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 class BlockEngine(Engine, Protocol):
     """Interface of the engine that the blocks belong to."""
 
-    def micro_batch(self, recorded: Recorded, *, groups: Sequence[int]) -> MicroBatch: ...
+    def micro_batch(self, recorded: Recorded, rows: Rows | None, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
 @dataclass(eq=False)
@@ -307,7 +308,7 @@ class CheckpointedBlocks:
         if not all(self._members[group] <= done.gathered.keys() for group in groups):
             return False
         with self._norming(done):
-            micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
+            micro = engine.micro_batch(list(done.gathered.items()), engine.state.rows, groups=groups)
             done.close(micro.squared, groups)
             done.sums = list(micro.sums(into=None, factored=False))
             done.sensitivity = engine.clip.sensitivity()

@@ -180,7 +180,7 @@ class CapturedStep:
                 raise _not_captured(str(refusal)) from refusal
             except RuntimeError as error:
                 raise _not_captured(str(error).partition("\n")[0]) from error
-            self._batch = engine.captured()
+            self._sums, self._clipped = engine.captured()
         if (changed := options.changed_since(before)) is not None:
             raise _not_captured(f"forward changes {changed!r}, which would stay as it is in replays")
         if not random_states.equals(RandomStates.now()):
@@ -207,18 +207,19 @@ class CapturedStep:
         with torch.no_grad():
             for static, given in zip(tensors_in(self._call), tensors_in(call), strict=True):
                 static.copy_(given, non_blocking=True)
-            self._static.fill(self.size if rows is None else rows.real)
+            real = self.size if rows is None else rows.real
+            self._static.fill(real)
             self.engine.count_replay(self.size, rows)
             if self.update is None:
                 self._replay()
             else:
                 self.optimizer.replay_update(self.update, self._replay)
-            self.engine.take_replayed(self._batch, self.size, rows)
+            self.engine.take_replayed(self._sums, self._clipped, real)
             return self._loss.clone()
 
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
         """Return whether the sum is the one that this graph fills."""
-        return self._batch.sums.get(parameter) is total
+        return self._sums.get(parameter) is total
 
 
 def _not_captured(reason: str) -> UserError:

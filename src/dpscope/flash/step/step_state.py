@@ -42,6 +42,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -70,33 +72,40 @@ CLOSED, OPENED, RECORDED = MicroBatchState
 COLLECTING, ACCUMULATING, APPLIED = SumsState
 
 
+def _reading(name: str) -> Any:
+    """Return a property that reads an attribute, which only transitions write."""
+    return property(attrgetter(name))
+
+
 class StepState:
     """State of a training step. Only the transitions change it."""
 
+    micro_batch: MicroBatchState = _reading("_micro_batch")
+    sums: SumsState = _reading("_sums")
+    # The number of samples of the last forward pass whose graph can be run backward: zero_grad() may come between.
+    size_in_backward: int | None = _reading("_size")
+    rows: Rows | None = _reading("_rows")  # of the same: which of them are samples, if its batch was padded
+    # Counts micro-batches closed or dropped after a backward pass, and forwards of other padded batches. Graphs of an
+    # older generation cannot run backward again.
+    generation: int = _reading("_generation")
+    samples: int = _reading("_samples")  # of the micro-batches that were counted since the sums were last discarded
+    largest_clip: float = _reading("_largest_clip")  # of the micro-batches in the sums: C may change between them
+    observed: Tensor | None = _reading("_observed")  # the clipping rule's count over them; None if it counts nothing
+
     def __init__(self) -> None:
-        self._micro_batch = CLOSED
-        self._sums = COLLECTING
-        self._size: int | None = None  # of the last forward pass whose graph can be run backward
-        self._rows: Rows | None = None  # of the same, if its batch was padded
+        self._micro_batch, self._sums = CLOSED, COLLECTING
+        self._size: int | None = None
+        self._rows: Rows | None = None
         self._last_rows: Rows | None = None  # of the last micro-batch in the sums
-        self._generation = 0
+        self._generation = self._samples = 0
         self._touched: dict[Slot, None] = {}
-        self._micro_batches = 0
-        self._samples = 0
+        self._counted = 0  # micro-batches in the sums
         self._largest_clip = 0.0
         self._observed: Tensor | None = None
         self._forbids_accumulation = False
         self._forget: list[Callable[[], None]] = []
 
     # -- reading -----------------------------------------------------------------------------------------------------
-
-    @property
-    def micro_batch(self) -> MicroBatchState:
-        return self._micro_batch
-
-    @property
-    def sums(self) -> SumsState:
-        return self._sums
 
     @property
     def recorded(self) -> bool:
@@ -117,16 +126,6 @@ class StepState:
         return self._size if self._micro_batch is OPENED else None
 
     @property
-    def size_in_backward(self) -> int | None:
-        """The number of samples of a forward that backward runs again: zero_grad() may have come between the two."""
-        return self._size
-
-    @property
-    def rows(self) -> Rows | None:
-        """Rows of the micro-batch that are samples, if its batch was padded."""
-        return self._rows
-
-    @property
     def draw_goes_on(self) -> bool:
         """True if the draw of the last backward pass has parts that are still to come."""
         rows = self._rows if self.recorded else self._last_rows
@@ -138,37 +137,9 @@ class StepState:
         return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
 
     @property
-    def generation(self) -> int:
-        """Count of micro-batches closed or dropped after a backward pass, and of forwards of other padded batches.
-
-        Graphs of an older generation cannot run backward again.
-        """
-        return self._generation
-
-    @property
     def micro_batches(self) -> int:
         """Micro-batches that a step would use now: the counted ones, and the one that a backward pass has reached."""
-        return self._micro_batches + self.recorded
-
-    @property
-    def samples(self) -> int:
-        """Samples of the micro-batches that were counted since the sums were last discarded."""
-        return self._samples
-
-    @property
-    def largest_clip(self) -> float:
-        """The largest sensitivity of the micro-batches in the sums: it may have changed between them."""
-        return self._largest_clip
-
-    @property
-    def observed(self) -> float:
-        """The clipping rule's count over the micro-batches in the sums."""
-        return 0.0 if self._observed is None else float(self._observed)
-
-    @property
-    def captured_count(self) -> Tensor | None:
-        """The same as a tensor that a graph fills; None if the rule counts nothing."""
-        return self._observed
+        return self._counted + self.recorded
 
     def check_graph(self, module: str, generation: int) -> None:
         """Refuse a backward pass through a forward pass of an earlier generation."""
@@ -199,7 +170,7 @@ class StepState:
     def trial(self, size: int) -> Iterator[None]:
         """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
         rows = {"_rows": None, "_last_rows": None}
-        sums = {"_micro_batches": 0, "_touched": {}, "_sums": COLLECTING}
+        sums = {"_counted": 0, "_touched": {}, "_sums": COLLECTING}
         with temporarily(self, _micro_batch=OPENED, _size=size, **rows, **sums):
             try:
                 yield
@@ -210,7 +181,7 @@ class StepState:
     def capturing(self) -> Iterator[None]:
         """Capture a micro-batch in a CUDA graph inside the block, which runs nothing; restore all of it afterwards."""
         before = dict(vars(self))
-        self._micro_batches, self._last_rows, self._observed = 0, None, None
+        self._counted, self._last_rows, self._observed = 0, None, None
         try:
             yield
         finally:
@@ -241,12 +212,12 @@ class StepState:
     def record(self, slot: Slot | None = None) -> None:
         """Record that a backward pass reached a parameter. With an empty batch it reaches none, and counts as well."""
         if self._micro_batch is not RECORDED:
-            if self._micro_batches and self._last_rows is not None and self._last_rows.more:
+            if self._counted and self._last_rows is not None and self._last_rows.more:
                 raise UserError(
                     "a second backward pass since the last step, but the padded loader has cut this draw into several "
                     "batches: call optimizer.step() and zero_grad() for each; the last takes the step"
                 )
-            if self._forbids_accumulation and self._micro_batches:
+            if self._forbids_accumulation and self._counted:
                 raise UserError(
                     "a second backward pass since the last step, but a Poisson draw is one step: call step() and "
                     "zero_grad() after each, or use Opacus's BatchMemoryManager (in a Trainer: dpscope.transformers)"
@@ -257,10 +228,10 @@ class StepState:
 
     def close(self) -> Recorded | None:
         """Return the record of the backward passes: empty for an empty batch, None if there was no backward pass."""
-        if self._micro_batch is OPENED and self._size and not self._micro_batches:
+        if self._micro_batch is OPENED and self._size and not self._counted:
             raise UserError(
-                f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
-                "parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
+                f"there was a forward pass of {self._size} samples, but no backward pass that accumulates "
+                "the parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
             )
         was_recorded = self.recorded
         recorded = self.take_recorded()
@@ -269,7 +240,7 @@ class StepState:
 
     def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
         """Count the closed micro-batch, which is now in the sums: `size` samples, clipped at `clip`."""
-        self._micro_batches += 1
+        self._counted += 1
         self._last_rows = rows
         self._samples += size
         self._largest_clip = max(self._largest_clip, clip)
@@ -318,7 +289,7 @@ class StepState:
         """Continue the logical batch. All of it counts as one micro-batch."""
         self.begin_step()
         self._sums = ACCUMULATING
-        self._micro_batches = 0
+        self._counted = 0
 
     def complete(self) -> None:
         """End the logical batch: if its step fails, zero_grad() drops its sums."""
@@ -333,7 +304,7 @@ class StepState:
         self._empty()
 
     def _empty(self) -> None:
-        self._micro_batches = 0
+        self._counted = 0
         self._last_rows = None
         self._observed = None
         self._largest_clip = 0.0
