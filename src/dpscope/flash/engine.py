@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
-from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
-from dpscope.flash.checkpointing.closing import close_sums, one_by_one
+from dpscope.flash.checkpointing.closing import Closing
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
@@ -112,7 +111,9 @@ class FlashEngine:
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
         budget = MemoryBudget(memory_budget, list(model.parameters()))
-        self.path_rules = PathRules(path, budget, reduced=self.ranks.sharded)
+        self.path_rules = PathRules(
+            path, budget, reduced=self.ranks.gathers_weights, runs_again=lambda: self.recorder.runs_again
+        )
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -131,7 +132,6 @@ class FlashEngine:
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
             self.recorder = BetweenBlocks(self.blocks)
-            self.path_rules.runs_again = self.blocks.runs_again
 
     @property
     def max_grad_norm(self) -> float:
@@ -293,7 +293,7 @@ class FlashEngine:
     def accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds. Leave p.grad unchanged."""
         sums = self.running_sums
-        for parameter, total in one_by_one(self._close(into=sums.get)):
+        for parameter, total in _one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)
 
@@ -303,7 +303,7 @@ class FlashEngine:
         A layer's inputs and output gradients are freed as its sum is handed out, so the whole gradient need never
         exist. Norms and factors are ready when this returns.
         """
-        return one_by_one(self._close())
+        return _one_by_one(self._close())
 
     def factored_sums(self) -> Iterator[SumBatch]:
         """Return the sums of `clipped_sums`, many at a time; the caller sums per-sample gradients that are kept."""
@@ -317,15 +317,14 @@ class FlashEngine:
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
-        again = Reruns(None if self.blocks is None else self.blocks.reruns, passes, recorded or [])
-        micro, clip = None, max(self.clip.sensitivity(), again.sensitivity)
+        closing = Closing(self, self.blocks, passes, recorded or [])
+        micro, clip = None, max(self.clip.sensitivity(), closing.sensitivity)
         with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
-            again.hold_clashing(recorded or [])
+            closing.hold_clashing(recorded or [])
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
                 del recorded[:]
-                normed = [(each.norms, each.groups) for each in again.passes if each.norms is not None]
-                micro = self.micro_batch(still_held, rows, normed=normed)
+                micro = self.micro_batch(still_held, rows, normed=closing.normed)
                 if rows is not None and self.static is None:
                     self.padding.add(rows)
                 self._take(micro.result(), None if rows is None or self.static is not None else rows.real)
@@ -334,7 +333,7 @@ class FlashEngine:
                     self.state.count()
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             try:
-                sums = close_sums(self._slots, self.ranks, micro, again, into, factored=factored)
+                sums = closing.sums(self._slots, micro, into, factored=factored)
             except BaseException:
                 self.running_sums.clear()  # some of them are there, others are not
                 raise
@@ -450,3 +449,12 @@ class FlashEngine:
         """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
         opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
         return describe_per_sample(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
+
+
+def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield (parameter, sum) pairs. Each is released when the next one is requested."""
+    for parameters, sums, _ in batches:
+        parameters.reverse()
+        sums.reverse()
+        while sums:
+            yield parameters.pop(), sums.pop()

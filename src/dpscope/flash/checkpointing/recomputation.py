@@ -215,38 +215,14 @@ class BlockPass:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes in which the block computes, judged by its boundary and autocast."""
         assert self.input is not None
-        tensors = [each for each in (*self.grads, *self.input.leaves) if isinstance(each, Tensor)]
         autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}
-        return autocast | {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return autocast | {tensor.dtype for tensor in self.boundary if tensor.is_floating_point()}
 
     @property
-    def input_bytes(self) -> int:
-        return bytes_of(leaf for leaf in (self.input.leaves if self.input else ()) if isinstance(leaf, Tensor))
-
-    @property
-    def grad_bytes(self) -> int:
-        return bytes_of(grad for grad in self.grads if grad is not None)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the gradients that its layers were given."""
-        return bytes_of(gradient_of(part) for parts in self.gathered.values() for part in parts)
-
-    @property
-    def bytes_if_saved(self) -> int:
-        """Bytes of the layers' contributions if the block were held without kept gradients: x and g."""
-        return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
-
-    @property
-    def bytes_if_kept(self) -> int:
-        """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
-        kept, others = 0.0, []
-        for part in (part for parts in self.gathered.values() for part in parts):
-            if part.decision is not None and part.decision.kept_if_held is not None:
-                kept += part.decision.kept_if_held
-            else:
-                others.append(part)
-        return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
+    def boundary(self) -> list[Tensor]:
+        """Its input and the gradients of its outputs."""
+        leaves = () if self.input is None else self.input.leaves
+        return [each for each in (*leaves, *self.grads) if isinstance(each, Tensor)]
 
     def run_again(self, anchor: Tensor, name: str) -> None:
         """Run the block forward and backward again: its layers give the engine their contributions once more."""
@@ -276,10 +252,6 @@ def module_of(function: Any) -> nn.Module | None:
         function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _tensors(part: Contribution) -> tuple[Tensor, ...]:
-    return part.saved or (part.materialise(),)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

@@ -202,7 +202,7 @@ class Handout:
     def _check_missing(self, missing: list[TappedCall]) -> None:
         """Check that calls without a record in backward are calls that autograd does not reach, compiled or not."""
         new = [call for call in missing if call not in self._plan.unreached]
-        if new and self.engine.ranks.sharded:  # an eager run would wait for ranks that do not do one
+        if new and self.engine.ranks.gathers_weights:  # an eager run would wait for ranks that do not do one
             self._refuse_lost(new[0].tap)
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)

@@ -54,15 +54,15 @@ Key = tuple[int, int]  # of a step's noise
 class Ranks:
     """Processes that train one model, made on all of them at once; or one process, which waits for nobody.
 
-    given    the model as the user has it, perhaps compiled, without DDP's wrapper
-    several  whether the model is spread over processes
-    sharded  whether each of them holds a part of its parameters
+    given            the model as the user has it, perhaps compiled, without DDP's wrapper
+    several          whether the model is spread over processes
+    gathers_weights  whether each of them holds a part of the parameters, and gathers them to run a module
     """
 
     def __init__(self, layout: Layout, control: Control) -> None:
         self.layout = layout
         self.given, self.wrapper = layout.given, layout.wrapper
-        self.sharded = layout.mesh is not None
+        self.gathers_weights = layout.mesh is not None
         self.several = layout.is_spread
         self.control = control
         self.reduction = Reduction(layout)
@@ -106,7 +106,7 @@ class Ranks:
 
     def watch_forwards(self) -> list[RemovableHandle]:
         """Make all ranks begin each forward pass of a sharded model together: it needs the weights of the others."""
-        if not self.sharded:
+        if not self.gathers_weights:
             return []
 
         @uncompiled("flash clipping: ranks meet outside of graphs")
@@ -141,12 +141,12 @@ class Ranks:
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))
 
-    def agree_on_reruns(self, own: list[BlockNames]) -> list[BlockNames]:
+    def agree_on_blocks(self, own: list[BlockNames]) -> list[BlockNames]:
         """Return the blocks that any rank runs again, last ones first: number -> names of their parameters.
 
         `own`: those of this rank, in several lists that are kept apart.
         """
-        if not self.sharded:
+        if not self.gathers_weights:
             return own
         found: list[BlockNames] = [{} for _ in own]
         for lists in self.control.gather(own, what="agree on checkpointed blocks to run again"):
@@ -157,11 +157,15 @@ class Ranks:
 
     def names_inside(self, module: nn.Module | None) -> set[str]:
         """Return the names of the parameters that `whole_weights` has to gather to run a module."""
-        return {self._names[each] for each in module.parameters()} if self.sharded and module is not None else set()
+        return (
+            {self._names[each] for each in module.parameters()}
+            if self.gathers_weights and module is not None
+            else set()
+        )
 
     def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
-        if not self.sharded:
+        if not self.gathers_weights:
             return nullcontext()
         owners = dict.fromkeys(
             self.reduction.owners[parameter] for parameter, name in self._names.items() if name in names
@@ -185,7 +189,7 @@ class Ranks:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Keep forward passes inside the block from communicating."""
-        local = made_up_weights(self.module) if self.sharded else nullcontext()
+        local = made_up_weights(self.module) if self.gathers_weights else nullcontext()
         with temporarily(self, _is_apart=True), local:
             yield
 

@@ -310,7 +310,7 @@ class Verification:
         # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
         hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
         with self._engine.forwards.trial() as unknown, hidden, self.locally():
-            compare = test.compare_rows if self._is_sharded else test.run
+            compare = test.compare_rows if self._ranks.gathers_weights else test.run
             try:
                 compare()
             except Mismatch as misfit:
@@ -333,12 +333,8 @@ class Verification:
         self._mixed = frozenset(test.mixed)
         _note_known(unknown)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._ranks.sharded
-
     def _mixing(self, call: RootCall) -> Mixing:
-        gates = [] if self._is_sharded else self._engine.trained().values()
+        gates = [] if self._ranks.gathers_weights else self._engine.trained().values()
         found = Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
         found.may_repeat = bool(self.followed)  # operators are told apart by their numbers of rows
         return found

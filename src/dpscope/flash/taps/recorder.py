@@ -75,6 +75,7 @@ class Recorder:
 
     wanted: Collection[Slot] | None = None  # parameters whose gradients are recorded; None: all
     sums_at_once = False  # sums over positions are taken in backward, and not postponed
+    runs_again = False  # layers that ask for their path are in a block that runs again for its sums, or is to
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
