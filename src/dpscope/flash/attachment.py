@@ -18,7 +18,7 @@ from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.plan import Ladder, TappedModule
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
-from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
+from dpscope.flash.ranks.layout import ReplicaTap, refuse_spread_inside
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
 from dpscope.flash.taps.root_taps import ZeroGradTap
@@ -77,7 +77,7 @@ class Attachment:
     def _tap(self) -> None:
         ladder = self._ladder
         tapped = ladder.plan()
-        refuse_shards_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
+        refuse_spread_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
         verification = self._engine.verification
         verification.buffers = BufferWatch(self._model, [each.module for each in tapped if each.make is OpaqueTap])
         verification.followed = [each.module for each in tapped if each.make is BareTap]

@@ -13,7 +13,7 @@ from dpscope.flash.compiled.regions import CallShapes, CompiledEngine, Region
 from dpscope.flash.taps.root_taps import RootTap
 from dpscope.flash.taps.taps import EngineTap
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.frames import is_wrapper, original_of, set_callback, skip_frame, uncompiled
+from dpscope.flash.torch_side.frames import is_wrapper, original_of, outside_graphs, set_callback, skip_frame
 from dpscope.flash.torch_side.instance_method import instance_method
 from dpscope.flash.torch_side.torch_version import require_for_compiled
 
@@ -142,7 +142,7 @@ def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return forward(*args, **kwargs)
 
 
-@uncompiled(COMPILE_FIRST)
+@outside_graphs(COMPILE_FIRST)
 def _run_eagerly(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap.run_region(tap.region, tap.original, args, kwargs)
 

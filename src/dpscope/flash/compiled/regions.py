@@ -31,6 +31,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nodes_behind
 from dpscope.flash.torch_side.checkpoint_calls import watching
+from dpscope.flash.torch_side.frames import eagerly
 
 _TICKET = Spec((), torch.float32)
 
@@ -318,8 +319,7 @@ class Region:
 
     def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counter[LayerTap]:
         """Count how often autograd reaches each tap from the outputs of an eager run."""
-        eagerly = torch.compiler.set_stance("force_eager")
-        with temporarily(self.engine.forwards, rerunning=True), torch.enable_grad(), eagerly:
+        with temporarily(self.engine.forwards, rerunning=True), torch.enable_grad(), eagerly():
             output = self._run_eagerly(args, kwargs)
         nodes = nodes_behind(tensors_in(output))
         return Counter(node.tap for node in nodes if isinstance(getattr(node, "tap", None), LayerTap))

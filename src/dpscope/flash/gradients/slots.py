@@ -12,13 +12,12 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import Decision
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.shards import is_sharded
+from dpscope.flash.torch_side.shards import is_whole_of
 
 NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
 
@@ -51,18 +50,9 @@ class Slot:
         """Return True if `parameter` is this slot's own, the whole one of which that is a shard, or made up for it."""
         if getattr(parameter, "is_made_up", False):
             return True
-        if self.whole is None and self._is_whole(parameter):
+        if self.whole is None and is_whole_of(parameter, self.parameter):
             self.whole = parameter
         return parameter is not None and (parameter is self.parameter or parameter is self.whole)
-
-    def _is_whole(self, parameter: nn.Parameter | None) -> bool:
-        return (
-            is_sharded(self.parameter)
-            and parameter is not None
-            and type(parameter) in (nn.Parameter, FakeTensor)  # the latter in a dry run
-            and parameter.shape == self.parameter.shape
-            and parameter.requires_grad == self.parameter.requires_grad
-        )
 
     def take(self) -> list[Contribution]:
         """Return the contributions and remove them from this slot."""

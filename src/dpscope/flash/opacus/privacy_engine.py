@@ -44,7 +44,7 @@ from dpscope.flash.opacus.opacus_arguments import (
 from dpscope.flash.opacus.privacy_spent import Spending, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
-from dpscope.flash.ranks.ranks import refusing_together, reshard
+from dpscope.flash.ranks.ranks import refusing_together
 from dpscope.flash.ranks.sampling import loader_of_rank
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf
 from dpscope.flash.torch_side.attributes import temporarily
@@ -166,7 +166,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
         clipping = kwargs.pop("clipping", "flat")
         options = {name: kwargs.pop(name) for name in options_of(clipping) if name in kwargs}
         require_module(module)
-        reshard(module)
         try:
             with refusing_together(module):
                 rule = make_rule(clipping, kwargs["max_grad_norm"], **options)

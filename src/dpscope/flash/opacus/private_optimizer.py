@@ -21,7 +21,7 @@ from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
-from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.update.captured_update import CapturedUpdate
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
@@ -29,7 +29,7 @@ from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise
 NOISE_STATE = "dpscope_noise_generator"
 CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
 
-_OUTSIDE_OF_GRAPHS = uncompiled("flash clipping: the step draws its noise, counts and accounts outside of graphs")
+_OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
 
 
 class DPFlashOptimizer(DPOptimizer):

@@ -181,7 +181,7 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
     return mesh
 
 
-def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_spread_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise `UserError` for a module that runs sample by sample, given with its name, with shards inside it."""
     for name, module in units:
         inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]

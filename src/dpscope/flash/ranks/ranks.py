@@ -28,7 +28,7 @@ from dpscope.flash.ranks.layout import (
 from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.frames import skip_frame, uncompiled
+from dpscope.flash.torch_side.frames import outside_graphs, skip_frame, uncut_graphs
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
@@ -38,13 +38,13 @@ BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs agai
 class WrapperTap(InstanceMethod):
     """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine.
 
-    torch.compile would cut graphs where DDP reduces gradients (optimize_ddp). There is nothing to wait for here.
+    torch.compile would cut graphs where DDP reduces gradients. There is nothing to wait for here.
     """
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync(), torch._dynamo.config.patch(optimize_ddp=False):
+        with self.module.no_sync(), uncut_graphs():
             return self.original(*args, **kwargs)
 
 
@@ -109,7 +109,7 @@ class Ranks:
         if not self.gathers_weights:
             return []
 
-        @uncompiled("flash clipping: ranks meet outside of graphs")
+        @outside_graphs("flash clipping: ranks meet outside of graphs")
         def meet(module: nn.Module, args: Any) -> None:
             if not self._is_apart:
                 kind = "" if torch.is_grad_enabled() else " without gradients"
@@ -246,7 +246,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     """
     if not is_spread(model):
         return Ranks(layout_of(model), Control())
-    reshard(model)
+    release_weights(model)
     require_initialised()
     link = control()
     with link.refusing_together():
@@ -258,10 +258,11 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
     """Raise an error inside, on any rank over which the model is spread, on all of them."""
+    release_weights(model)
     return control().refusing_together() if is_spread(model) and is_initialised() else nullcontext()
 
 
-def reshard(model: nn.Module) -> None:
+def release_weights(model: nn.Module) -> None:
     """Put sharded parameters back in place of whole ones, which FSDP2 leaves in the root after a forward pass."""
     for module in model.modules():
         if is_fsdp(module):

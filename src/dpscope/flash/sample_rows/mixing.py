@@ -45,7 +45,7 @@ _FEW = 3  # samples, of which one is replaced and then the others
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
-_RERUN = 1e-7  # of the largest element: two runs on the same samples
+_REPEATED = 1e-7  # of the largest element: two runs on the same samples
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
 _CONFIRMED = 1e-6
@@ -410,10 +410,10 @@ class Mixing(TriedCall):
             return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
-        if not _any_apart(first, second, len(rows), share=_RERUN):
+        if not _any_apart(first, second, len(rows), share=_REPEATED):
             return
         # The same runs give the same, unless the device adds up in another order each time.
-        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), share=_RERUN)
+        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), share=_REPEATED)
         if repeats or _any_apart(first, second, len(rows)):
             self._refuse_carried(rows)
 
