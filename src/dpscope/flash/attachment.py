@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.region_taps import RootRegionTap, region_taps
-from dpscope.flash.compiled.regions import CompiledEngine
+from dpscope.flash.compiled.region_taps import RootTap, ZeroGradTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
@@ -21,7 +20,7 @@ from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_spread_inside
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
-from dpscope.flash.taps.root_taps import ZeroGradTap
+from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
 from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
@@ -40,7 +39,7 @@ class _KnownLayer:
 class Attachment:
     """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    def __init__(self, engine: CompiledEngine, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
@@ -92,9 +91,9 @@ class Attachment:
                 tap.places += ladder.strays_of(module)
                 tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
-        self._root = RootRegionTap(self._engine, "", self._model)
+        self._root = RootTap(self._engine, "", self._model)
         regions = region_taps(self._engine, self._given, self._root)
-        others = (self._root, *regions, ZeroGradTap(self._engine, "", self._model), ReplicaTap(self._model))
+        others = (self._root, *regions, ZeroGradTap(self._engine, self._model), ReplicaTap(self._model))
         for other in (*others, *self._wrapper_taps()):
             self._install(other)
         self._note_layers(tapped)
@@ -160,10 +159,10 @@ class Attachment:
     def _wrapper_taps(self) -> Iterator[InstanceMethod]:
         """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
         if self._given is not self._model:
-            yield ZeroGradTap(self._engine, "", self._given)
+            yield ZeroGradTap(self._engine, self._given)
         yield from self._ranks.taps()
         if self._ranks.wrapper is not None:
-            yield ZeroGradTap(self._engine, "", self._ranks.wrapper)
+            yield ZeroGradTap(self._engine, self._ranks.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import operand_rounding
-from dpscope.flash.padding.rows import Rows
-from dpscope.flash.step.microbatch import MicroBatch
-from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -46,12 +43,6 @@ from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
 _unsafe_view = torch.ops.aten._unsafe_view.default
-
-
-class BlockEngine(Engine, Protocol):
-    """Interface of the engine that the blocks belong to."""
-
-    def micro_batch(self, recorded: Recorded, rows: Rows | None, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
 @dataclass(eq=False)
@@ -159,7 +150,7 @@ class Boundary(torch.autograd.Function):
 class CheckpointedBlocks:
     """Checkpointed blocks of an engine's model."""
 
-    def __init__(self, engine: BlockEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.choices = BlockChoices(engine.path_rules.budget)
         self._devices = cuda_devices(engine.model)

@@ -16,13 +16,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.compiled.traced import GraphCalls, GraphRecorder, Leaves
+from dpscope.flash.compiled.traced import GraphCalls, Leaves
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.taps.recorder import Engine, Recorder, is_recording, note_call
 from dpscope.flash.taps.taps import LayerTap, Spec
@@ -34,12 +34,6 @@ from dpscope.flash.torch_side.checkpoint_calls import watching
 from dpscope.flash.torch_side.frames import eagerly
 
 _TICKET = Spec((), torch.float32)
-
-
-class CompiledEngine(Engine, Protocol):
-    """Interface of the engine for compiled parts of its model."""
-
-    graphs: GraphRecorder
 
 
 class TappedCall(NamedTuple):
@@ -60,7 +54,7 @@ class TappedCall(NamedTuple):
 class CallShapes(Recorder):
     """Recorder of the shapes of every tapped call in an eager run without gradients."""
 
-    def __init__(self, engine: CompiledEngine, batch: int) -> None:
+    def __init__(self, engine: Engine, batch: int) -> None:
         super().__init__(engine)
         self.batch = batch
         self.calls: list[TappedCall] = []
@@ -143,7 +137,7 @@ class Handout:
     reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
     """
 
-    def __init__(self, engine: CompiledEngine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
+    def __init__(self, engine: Engine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
         self.engine = engine
         self._plan = plan
         self._reached = reached
@@ -276,7 +270,7 @@ MOST_PLANS = 16
 class Region:
     """Compiled part of a model. `eager` is the module that was compiled."""
 
-    def __init__(self, engine: CompiledEngine, eager: Callable[..., Any]) -> None:
+    def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
         self.engine = engine
         self.eager = eager
         self._plans: dict[Any, CallPlan] = {}
