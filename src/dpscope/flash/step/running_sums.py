@@ -39,6 +39,10 @@ class RunningSums:
         """Hold the first sum of a parameter; later ones are added into what `get` returns."""
         self._held[parameter] = total.to(wide(parameter.dtype))
 
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return those of the parameters that have a sum, and the sum."""
+        return [(parameter, self._held[parameter]) for parameter in parameters if parameter in self._held]
+
     def items(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter that has a sum, and the sum."""
         return self._held.items()
