@@ -32,6 +32,7 @@ LAYERS = (
     ("vocabulary",),
     ("endings",),
     ("flash", "workloads", "results"),
+    ("privacy_budget",),
     ("accelerate", "lightning"),
     ("transformers",),
     ("instruments",),

@@ -41,7 +41,7 @@ class Attachment:
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []  # to be removed when the engine is detached
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
         self._ladder = Ladder(engine.model)
 
@@ -93,8 +93,10 @@ class Attachment:
                 self.hooks += tap.early_hooks()
         self._root = RootTap(self._engine, "", self._model)
         regions = region_taps(self._engine, self._given, self._root)
-        others = (self._root, *regions, ZeroGradTap(self._engine, self._model), ReplicaTap(self._model))
-        for other in (*others, *self._wrapper_taps()):
+        wrappers = [self._given, self._ranks.wrapper]  # torch.compile's module, and DistributedDataParallel
+        zeroed = dict.fromkeys(each for each in (self._model, *wrappers) if each is not None)
+        others = (self._root, *regions, ReplicaTap(self._model), *self._ranks.taps())
+        for other in (*others, *(ZeroGradTap(self._engine, each) for each in zeroed)):
             self._install(other)
         self._note_layers(tapped)
 
@@ -155,14 +157,6 @@ class Attachment:
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()
         self.taps.append(tap)
-
-    def _wrapper_taps(self) -> Iterator[InstanceMethod]:
-        """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
-        if self._given is not self._model:
-            yield ZeroGradTap(self._engine, self._given)
-        yield from self._ranks.taps()
-        if self._ranks.wrapper is not None:
-            yield ZeroGradTap(self._engine, self._ranks.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
@@ -24,20 +23,18 @@ from dpscope.flash.checkpointing.closing import Closing
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
-from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import PathTable, PerSampleModule, describe_per_sample, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
-from dpscope.flash.gradients.slots import Slot, refuse_hooks
+from dpscope.flash.gradients.slots import RowGroups, Slot, refuse_hooks
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.verification import Verification
 from dpscope.flash.step.microbatch import Clipped, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
-from dpscope.flash.step.running_sums import RunningSums
-from dpscope.flash.step.step_state import Recorded, StepState
+from dpscope.flash.step.step_state import Recorded, RunningSums, StepState
 from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
@@ -45,7 +42,6 @@ from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.grad_clipping import allow_no_gradients
-from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -126,8 +122,33 @@ class FlashEngine:
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
-        self._attach(batch_size_of)
+        slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in model.named_parameters())
+        self._slots = {slot.parameter: slot for slot in slots}
+        self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
+        self.running_sums = RunningSums(self._slots.values())
         self.anchor = Anchor(budget.begin_backward)
+        self.attachment = Attachment(self, self.ranks)
+        self.verification = Verification(
+            self,
+            self.state,
+            begin_way=self.attachment.tap_regions,
+            in_any_dim=batch_size_of is not None,
+            ranks=self.ranks,
+        )
+        self.forwards: ForwardPasses = ForwardPasses(
+            model,
+            self.state,
+            self.verification,
+            retap=self.attachment.retap,
+            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            abandon=self._abandon_draw,
+            batch_size_of=batch_size_of,
+            budget=budget,
+            ranks=self.ranks,
+        )
+        self.forwards.refresh = self.attachment.refresh
+        self.attachment.attach(self._slots.values())
+        allow_no_gradients()
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
@@ -142,36 +163,6 @@ class FlashEngine:
     def max_grad_norm(self, value: float) -> None:
         self.clip.max_grad_norm = value
 
-    # -- attaching ---------------------------------------------------------------------------------------------------
-
-    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
-        slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
-        self._slots = {slot.parameter: slot for slot in slots}
-        self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
-        self.running_sums = RunningSums(self._slots.values())
-        self._attachment = Attachment(self, self.ranks)
-        self.verification = Verification(
-            self,
-            self.state,
-            begin_way=self._attachment.tap_regions,
-            in_any_dim=batch_size_of is not None,
-            ranks=self.ranks,
-        )
-        self.forwards: ForwardPasses = ForwardPasses(
-            self.model,
-            self.state,
-            self.verification,
-            retap=self._attachment.retap,
-            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
-            abandon=self._abandon_draw,
-            batch_size_of=batch_size_of,
-            budget=self.path_rules.budget,
-            ranks=self.ranks,
-        )
-        self.forwards.refresh = self._attachment.refresh
-        self._attachment.attach(self._slots.values())
-        allow_no_gradients()
-
     @property
     def samples(self) -> int:
         """Number of samples summed since the last zero_grad()."""
@@ -184,7 +175,7 @@ class FlashEngine:
 
     @property
     def attached(self) -> bool:
-        return bool(self._attachment.taps)
+        return bool(self.attachment.taps)
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
@@ -192,26 +183,13 @@ class FlashEngine:
         return self._slots.keys()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """All modules of the model."""
-        return self.verification.options.modules
-
-    @property
     def rows_are_grouped(self) -> bool:
         """True if `group_rows` was called for the next backward pass."""
         return self.groups is not self._usual_groups
 
-    @property
-    def taps(self) -> list[InstanceMethod]:
-        """The taps on the model. Tapping it again makes a new list."""
-        return self._attachment.taps
-
-    def remove_on_detach(self, hook: RemovableHandle) -> None:
-        self._attachment.hooks.append(hook)
-
     def detach(self) -> None:
         """Restore the model. Drop what backward recorded and was not summed; keep gradients."""
-        self._attachment.detach()
+        self.attachment.detach()
         self.state.drop()
 
     def __enter__(self) -> FlashEngine:
@@ -240,15 +218,15 @@ class FlashEngine:
 
     def without_taps(self) -> AbstractContextManager[None]:
         """Return a context in which the model is as it was before the engine was attached."""
-        return self._attachment.removed()
+        return self.attachment.removed()
 
     def runs_by_sample(self) -> bool:
         """Return whether a module runs sample by sample."""
-        return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
+        return any(isinstance(tap, OpaqueTap) for tap in self.attachment.taps)
 
     def run_by_loop(self) -> bool:
         """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
-        changed = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
+        changed = [tap for tap in self.attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
         for tap in changed:
             tap.by_loop = True
             tap.describe("a loop over samples, because vmap failed in backward")
@@ -447,7 +425,7 @@ class FlashEngine:
 
     def per_sample_modules(self) -> list[PerSampleModule]:
         """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
-        opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
+        opaque = {tap.module for tap in self.attachment.taps if isinstance(tap, OpaqueTap)}
         return describe_per_sample(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
 
 

@@ -147,20 +147,15 @@ class BlockChoices:
         return held
 
     def _choose(self, index: int, samples: int, shape: Any) -> tuple[bool, str]:
-        if index in self._shared:
-            return True, self._shared[index]
-        if samples < 2:
-            return True, "one sample: its gradients are the gradient"
+        if index in self._shared or samples < 2:
+            return True, self._shared.get(index, "one sample: its gradients are the gradient")
         known = self._costs.get(index)
         if known is None or known.shape != shape:
             return False, "the first time, to see what it takes"
         cost = known.of(samples)
         if cost.held <= cost.boundary:
             return True, f"its layers hold {cost.held} bytes, its input and output gradients are {cost.boundary}"
-        return self._fits(cost)
-
-    def _fits(self, cost: BlockCost) -> tuple[bool, str]:
-        """Return True if there is room to hold the block, and the reason for the answer."""
+        # Is there room?
         budget, saved = self._budget, f"{cost.boundary} bytes are held, not {cost.held}"
         limit = budget.ceiling(cost.activations, cost.sums)
         now = budget.allocated()

@@ -29,10 +29,9 @@ from dpscope.flash.checkpointing.recomputation import (
     gradient_of,
     module_of,
 )
-from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import SquaredNorms
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import Slot, combine
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.torch_side import dry_run

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlocks, RerunRecorder
 from dpscope.flash.checkpointing.recomputation import BlockPass, Left, different, project
-from dpscope.flash.gradients.combination import combine
 from dpscope.flash.gradients.norms import as_summed
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import Slot, combine
 from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.step.microbatch import MadeSums, MicroBatch, Normed, RunningSum, SumBatch

@@ -59,19 +59,19 @@ class Settings(NamedTuple):
     @classmethod
     def of(cls, optimizer: DPFlashOptimizer, loss: Callable[..., Tensor]) -> Settings:
         engine = optimizer.engine
-        kind = device_of(engine).type
-        held = [vars(module) for module in engine.modules]
+        kind, modules = device_of(engine).type, engine.verification.options.modules
+        held = [vars(module) for module in modules]
         inside = [own[name] for own in held for name in CONTENTS]
         objects = [
             *chain.from_iterable(map(dict.values, chain(held, inside, GLOBAL_HOOKS))),
             *(parameter.requires_grad for parameter in engine.parameters),
             *engine.verification.options.values(),  # of objects that modules hold, too
-            *held_by(loss, {id(module) for module in engine.modules}),
+            *held_by(loss, {id(module) for module in modules}),
             *(value for name, value in vars(engine.clip).items() if name != "bounds"),  # which replays are given
             engine.clip,
             engine.loss_reduction,
             engine.loss_scale,
-            engine.taps,
+            engine.attachment.taps,  # tapping the model again makes a new list
             optimizer.noise_multiplier == 0,
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
@@ -80,7 +80,7 @@ class Settings(NamedTuple):
         ]
         buffers = (buffer for own in held for buffer in own["_buffers"].values() if buffer is not None)
         addresses = map(Tensor.data_ptr, chain(engine.parameters, buffers))
-        return cls(objects, [len(engine.taps), torch.get_float32_matmul_precision(), *addresses])
+        return cls(objects, [len(engine.attachment.taps), torch.get_float32_matmul_precision(), *addresses])
 
     def is_same(self, other: Settings) -> bool:
         if self.values != other.values or len(self.objects) != len(other.objects):

@@ -189,7 +189,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
-        engine.remove_on_detach(_accept_opacus_names(module))
+        engine.attachment.hooks.append(_accept_opacus_names(module))
         self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         optimizer.accountant = self.accountant
         self.spending = Spending(optimizer.step_hook, self._counted_sampler)
@@ -357,22 +357,19 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
         poisson = kwargs["poisson_sampling"]
-        loader = self._sampling_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        ranks = None if self._prepared is None else self._prepared.engine.ranks
+        several = ranks is not None and ranks.several
+        if several and kwargs.get("rand_on_empty"):
+            raise MADE_UP_RANKS.error()
+        distributed = distributed and not several
+        loader = super()._prepare_data_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        if ranks is not None and several:
+            ranks.control.shares_given = 0
+            loader = loader_of_rank(loader, ranks.control) if poisson else loader
         self._counted_sampler = loader.batch_sampler if poisson else None
         if poisson:
             count_draws(loader.batch_sampler)
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
-
-    def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
-        """Return the loader with the requested sampling, and this rank's share of it."""
-        ranks = None if self._prepared is None else self._prepared.engine.ranks
-        if ranks is None or not ranks.several:
-            return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
-        if kwargs.get("rand_on_empty"):
-            raise MADE_UP_RANKS.error()
-        loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
-        ranks.control.shares_given = 0
-        return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
         if grad_sample_mode != FLASH:

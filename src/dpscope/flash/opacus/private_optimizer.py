@@ -115,10 +115,11 @@ class DPFlashOptimizer(DPOptimizer):
         )
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
-        engine.remove_on_detach(optimizer.register_state_dict_post_hook(self._save_noise))
-        engine.remove_on_detach(optimizer.register_load_state_dict_pre_hook(self._load_noise))
-        for hook in engine.ranks.watch_forwards():
-            engine.remove_on_detach(hook)
+        engine.attachment.hooks += [
+            optimizer.register_state_dict_post_hook(self._save_noise),
+            optimizer.register_load_state_dict_pre_hook(self._load_noise),
+            *engine.ranks.watch_forwards(),
+        ]
 
     @property
     def max_grad_norm(self) -> float:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,8 +22,6 @@ from dpscope.flash.ranks.layout import (
     is_initialised,
     is_spread,
     layout_of,
-    refuse_ddp_forward,
-    refuse_several_processes,
     require_initialised,
 )
 from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
@@ -32,6 +31,7 @@ from dpscope.flash.torch_side.frames import outside_graphs, skip_frame, uncut_gr
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
+_SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
 BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
 
 
@@ -79,27 +79,32 @@ class Ranks:
 
     def refuse_processes(self, *, secure_mode: bool = False) -> None:
         """Refuse processes of which each would add noise of its own."""
-        if not self.several:
-            refuse_several_processes()
-        elif secure_mode:
+        if self.several and secure_mode:
             raise SECURE_RANKS.error()
+        if not self.several and is_initialised() and (processes := dist.get_world_size()) > 1:
+            raise UserError(
+                f"torch.distributed runs {processes} processes, and nothing spreads the model over them: gradients are "
+                f"not exchanged, so the models of the processes would drift apart; {_SPREAD_FIRST}"
+            )
 
     def refuse_wrapper(self) -> None:
         """Refuse a forward pass inside a wrapper that exchanges gradients. Known ones do not (`WrapperTap`)."""
-        if not self.several:
-            refuse_ddp_forward()
+        if not self.several and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise UserError(
+                "the private model is inside DistributedDataParallel, which exchanges gradients that were not clipped; "
+                f"{_SPREAD_FIRST}"
+            )
 
     def agree_on(self, optimizer: Optimizer) -> None:
         """Raise UserError on all ranks if their optimizers differ.
 
         The order of parameters counts, because sums travel and noise numbers elements in that order.
         """
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         facts = [type(optimizer).__name__]
         for number, group in enumerate(optimizer.param_groups):
             plain = ((key, value) for key, value in group.items() if isinstance(value, (int, float, str)))
             facts += [f"group {number}: {key}={value}" for key, value in plain]
-            facts += [f"group {number}: {names.get(parameter, '?')}" for parameter in group["params"]]
+            facts += [f"group {number}: {self._names.get(parameter, '?')}" for parameter in group["params"]]
         self.control.agree("the optimizer (its options, or the order of its parameters)", facts)
 
     # -- before anything travels: is every rank about to do the same? --------------------------------------------------

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups, combine_uses
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
 from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, SquaredNorms, clip_factors, is_small
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.sample_sums import many_bias_sums

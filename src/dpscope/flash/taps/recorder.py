@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import RowGroups, Slot
 from dpscope.flash.kernels import sample_sums
 from dpscope.flash.padding.rows import Rows
 from dpscope.flash.ranks.ranks import Ranks
@@ -128,16 +127,14 @@ def note_call(ctx: Any, tap: Any) -> None:
 def is_recording(ctx: Any) -> bool:
     """Return whether this backward pass records. Refuse one that is not the micro-batch's, or is differentiated."""
     engine: Engine = ctx.tap.engine
-    recording = engine.anchor.is_recording()
-    if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-        _check_backward(ctx)
+    recording, differentiated = engine.anchor.is_recording(), torch.is_grad_enabled()
+    if differentiated or (recording and ctx.generation != engine.state.generation):
+        engine.state.check_graph(ctx.tap.name, ctx.generation)
+        if differentiated:
+            raise UserError(
+                "backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken"
+            )
     return recording
-
-
-def _check_backward(ctx: Any) -> None:
-    ctx.tap.engine.state.check_graph(ctx.tap.name, ctx.generation)
-    if torch.is_grad_enabled():
-        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
 def record(ctx: Any, samples: int, add: Callable[[], None]) -> None:
