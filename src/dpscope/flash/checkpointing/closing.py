@@ -32,7 +32,7 @@ HELD_GROUP_BYTES = 1 << 27
 
 Slots = Mapping[nn.Parameter, Slot]  # all of the model, in order
 Numbered = dict[tuple[int, int], BlockPass]  # by a number that is the same on all ranks
-Use = Callable[[Left], None]  # takes what the layers of a block leave
+TakeLayers = Callable[[Left], None]  # takes what the layers of a block leave
 
 
 class Closing:
@@ -183,7 +183,7 @@ class Closing:
     @contextmanager
     def _running(
         self, passes: Numbered, finite: Tensor | None
-    ) -> Iterator[Callable[[tuple[int, int], Collection[str], Use], None]]:
+    ) -> Iterator[Callable[[tuple[int, int], Collection[str], TakeLayers], None]]:
         """Give a function that runs a block by its number; then refuse blocks that gave their layers other gradients.
 
         Only other ranks run a block that is not in `passes`. `finite`: samples that have a share, if known.
@@ -199,7 +199,7 @@ class Closing:
                 anchor = stack.enter_context(engine.anchor.renewed())
 
             @torch.no_grad()
-            def run(number: tuple[int, int], names: Collection[str], use: Use) -> None:
+            def run(number: tuple[int, int], names: Collection[str], use: TakeLayers) -> None:
                 with self._ranks.whole_weights(names):
                     if (each := passes.get(number)) is None:
                         return

@@ -36,7 +36,7 @@ EACH_ROW = RowGroups(1)
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 MadeSums = dict[nn.Parameter, Tensor]
-Parts = tuple[Contribution, ...]  # of one parameter
+Combined = tuple[Contribution, ...]  # of one parameter
 
 
 class SumBatch(NamedTuple):
@@ -186,7 +186,7 @@ class MicroBatch:
             yield batch
 
     def _by_group(
-        self, parameters: list[nn.Parameter], parts: list[Parts], groups: Sequence[int], **options: Any
+        self, parameters: list[nn.Parameter], parts: list[Combined], groups: Sequence[int], **options: Any
     ) -> Iterator[SumBatch]:
         """Yield the sums of parameters, one group of the clipping rule after the other, and release `parts`."""
         scales = self.clipping.scale
@@ -235,7 +235,9 @@ class MicroBatch:
             batches = self._by_group(chosen, parts, [self._groups[at] for at in places], into=None)
             return dict(pair for batch in batches for pair in batch.items())
 
-    def sums_of_others(self, slots: Sequence[Slot], parts: list[Parts], into: RunningSum | None) -> Iterator[SumBatch]:
+    def sums_of_others(
+        self, slots: Sequence[Slot], parts: list[Combined], into: RunningSum | None
+    ) -> Iterator[SumBatch]:
         """Return the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
         return self._by_group([slot.parameter for slot in slots], parts, groups, into=into)
@@ -243,7 +245,7 @@ class MicroBatch:
 
 def sum_parts(
     parameters: list[nn.Parameter],
-    parts: list[Parts],
+    parts: list[Combined],
     scale: Tensor,
     *,
     into: RunningSum | None,
@@ -281,7 +283,7 @@ def sum_parts(
         yield batch
 
 
-def _sums_inside(parts: list[Parts], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
+def _sums_inside(parts: list[Combined], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
     """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
     held: list[Any] = [part for of_it in parts for part in of_it]
     held = [
@@ -291,14 +293,14 @@ def _sums_inside(parts: list[Parts], scale: Tensor) -> dict[int, Callable[[Tenso
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
-def _take_sums(parts: list[Parts]) -> None:
+def _take_sums(parts: list[Combined]) -> None:
     """Replace g by per-sample gradients where those are sums over its positions."""
     summed = [(index, g) for index, of_it in enumerate(parts) if (g := of_it[0].summed_later) is not None]
     for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
         parts[index] = (Kept(sums),)
 
 
-def _groups(parameters: list[nn.Parameter], parts: list[Parts], group_bytes: int) -> list[list[int]]:
+def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: int) -> list[list[int]]:
     """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
@@ -317,7 +319,7 @@ def _groups(parameters: list[nn.Parameter], parts: list[Parts], group_bytes: int
 
 def _sum_group(
     parameters: list[nn.Parameter],
-    parts: list[Parts],
+    parts: list[Combined],
     places: list[int],
     scale: Tensor,
     *,
