@@ -23,7 +23,6 @@ from dpscope.flash.checkpointing.recomputation import (
     BlockInput,
     BlockPass,
     Fingerprint,
-    ForwardState,
     Left,
     bytes_of,
     gradient_of,
@@ -82,8 +81,14 @@ class CheckpointedBlock(Recorder):
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         self.blocks.choices.note_layer(self.index, slot.module)
-        if not self.blocks.gather(self.open, slot, contribution):
+        blocks, gathering = self.blocks, self.open
+        blocks.flush(but=gathering)
+        if gathering is None or not gathering.is_open:  # it is held
             super().add(slot, contribution)
+            return
+        blocks.gathering = gathering
+        self.engine.state.record(slot)
+        gathering.gathered.setdefault(slot, []).append(contribution)
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -160,7 +165,7 @@ class CheckpointedBlocks:
         self._trained: int | None = None  # parameters, in this micro-batch
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
-        self._gathering: BlockPass | None = None
+        self.gathering: BlockPass | None = None  # in which backward is
         engine.state.when_dropped(self.clear)
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -253,7 +258,7 @@ class CheckpointedBlocks:
 
     def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
         """Return a block's input when backward runs it. Forward ran it before, and may have drawn random numbers."""
-        return BlockInput.of(args, kwargs, ForwardState.now(self._devices, numpy_state=self._draws_from_numpy))
+        return BlockInput.of(args, kwargs, self._devices, numpy_state=self._draws_from_numpy)
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
@@ -271,25 +276,15 @@ class CheckpointedBlocks:
             if before is not None and now is not None:
                 each.activations = max(0, now.current - before.current)
 
-    def gather(self, gathering: BlockPass | None, slot: Slot, contribution: Contribution) -> bool:
-        """Take the contribution, if its block needs it. Return False if it is to be held."""
-        self.flush(but=gathering)
-        if gathering is None or not gathering.is_open:
-            return False
-        self._gathering = gathering
-        self.engine.state.record(slot)
-        gathering.gathered.setdefault(slot, []).append(contribution)
-        return True
-
     @torch.no_grad()
     def flush(self, but: BlockPass | None = None) -> None:
         """Take the norms of the block that backward has left, and free the contributions of its layers.
 
         but: a pass that backward may still be in
         """
-        if self._gathering is None or self._gathering is but:
+        if self.gathering is None or self.gathering is but:
             return
-        done, self._gathering = self._gathering, None
+        done, self.gathering = self.gathering, None
         done.is_open = False
         if done.summed:
             if self._sum_now(done):
@@ -361,7 +356,7 @@ class CheckpointedBlocks:
 
     def clear(self) -> None:
         """Drop the records of the micro-batch's backward passes."""
-        self._passes, self._gathering = [], None
+        self._passes, self.gathering = [], None
 
     def close(self) -> list[BlockPass]:
         """Take the norms of the backward passes through blocks that are to be run again, and return the passes."""

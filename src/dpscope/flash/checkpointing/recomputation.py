@@ -123,18 +123,31 @@ def gradient_of(part: Contribution) -> Tensor:
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-class ForwardState(NamedTuple):
-    """Random states, autocast and the default device at the beginning of a forward."""
+class BlockInput(NamedTuple):
+    """Arguments of a block, tensors without their history, and every other state that its forward depends on."""
 
+    leaves: list[Any]
+    spec: Any
+    versions: list[int | None]
+    own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
     random: RandomStates
     autocast: list[tuple[str, bool, torch.dtype]]
     default_device: torch.device
 
     @classmethod
-    def now(cls, devices: Sequence[torch.device], *, numpy_state: bool = True) -> ForwardState:
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], *, numpy_state: bool
+    ) -> BlockInput:
         """Take a snapshot; `numpy_state`: include NumPy's random state."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+        leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
+            leaves,
+            spec,
+            _versions(leaves),
+            own_bytes,
             RandomStates.now(devices, numpy_state=numpy_state),
             [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             torch.get_default_device(),
@@ -150,23 +163,6 @@ class ForwardState(NamedTuple):
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype if enabled else None))
             yield
-
-
-class BlockInput(NamedTuple):
-    """Arguments of a block: tensors without their history, and their versions."""
-
-    leaves: list[Any]
-    spec: Any
-    versions: list[int | None]
-    state: ForwardState
-    own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], state: ForwardState) -> BlockInput:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
-        leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return cls(leaves, spec, _versions(leaves), state, own_bytes)
 
 
 @dataclass(eq=False)
@@ -215,7 +211,7 @@ class BlockPass:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes in which the block computes, judged by its boundary and autocast."""
         assert self.input is not None
-        autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}
+        autocast = {dtype for _, enabled, dtype in self.input.autocast if enabled}
         return autocast | {tensor.dtype for tensor in self.boundary if tensor.is_floating_point()}
 
     @property
@@ -235,7 +231,7 @@ class BlockPass:
             )
         args, kwargs = pytree.tree_unflatten(self.input.leaves, self.input.spec)
         with torch.enable_grad():
-            with self.input.state.restored():
+            with self.input.restored():
                 outputs = pytree.tree_leaves(self.function(*args, **kwargs))
             pairs = [(outputs[at], g) for at, g in zip(self.places, self.grads, strict=True) if g is not None]
         del outputs, args, kwargs

@@ -216,11 +216,6 @@ class GroupedKept:
         return [part.view(shape).to(dtype) for part, shape, dtype in parts]
 
 
-def is_small(values: Tensor) -> bool:
-    """Return True if per-sample gradients are small enough to be put beside others."""
-    return len(values) > 0 and 0 < values[0].numel() <= MOST_EACH
-
-
 @device_cache(maxsize=256)
 def _owners(sizes: tuple[int, ...], groups: tuple[int, ...], device: torch.device) -> Tensor:
     """Return, for each of the elements that lie beside one another, the group of its tensor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -213,26 +213,23 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _value_digests(layout: Layout) -> dict[tuple[str, int], int]:
-    """Return the sum of the bits of each (parameter, shard). It does not depend on their order."""
-    found: dict[tuple[str, int], Tensor] = {}
+def _agree_on_values(link: Control, layout: Layout) -> None:
+    """Raise UserError on all ranks if two of them hold different values of the same parameter or shard.
+
+    They compare the sum of the bits of each (parameter, shard), which does not depend on their order.
+    """
+    if link.alone:
+        return
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    own: dict[tuple[str, int], Tensor] = {}
     for name, parameter in layout.module.named_parameters():
         part = local(parameter.detach())
         shard = cut_of(parameter).rank if is_sharded(parameter) else 0
         if part.is_complex():
             part = torch.view_as_real(part)
-        found[name, shard] = part.view(bits[part.element_size()]).sum(dtype=torch.int64).cpu()
-    return {where: int(total) for where, total in found.items()}
-
-
-def _agree_on_values(link: Control, layout: Layout) -> None:
-    """Raise UserError on all ranks if two of them hold different values of the same parameter or shard."""
+        own[name, shard] = part.view(bits[part.element_size()]).sum(dtype=torch.int64).cpu()
     seen: dict[tuple[str, int], tuple[int, int]] = {}  # rank and digest
-    if link.alone:
-        return
-    everyone: list[Mapping[tuple[str, int], int]] = link.gather(_value_digests(layout))
-    for rank, digests in enumerate(everyone):
+    for rank, digests in enumerate(link.gather({where: int(total) for where, total in own.items()})):
         for where, digest in digests.items():
             first, expected = seen.setdefault(where, (rank, digest))
             if digest != expected:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, SquaredNorms, clip_factors, is_small
+from dpscope.flash.gradients.norms import MOST, MOST_EACH, Factors, GroupedKept, SquaredNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -145,8 +145,9 @@ class MicroBatch:
 
     def _add_small(self, norms: SquaredNorms) -> tuple[Collection[int], GroupedKept] | None:
         """Norm small per-sample gradients of all groups at once. Return their places, and them."""
-        alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
-        small = {at: values for at, values in alone if values is not None and is_small(values)}
+        alone = {at: parts[0].per_sample for at, parts in enumerate(self._parts) if len(parts) == 1}
+        kept = {at: values for at, values in alone.items() if values is not None and len(values)}
+        small = {at: values for at, values in kept.items() if 0 < values[0].numel() <= MOST_EACH}
         if not small or sum(values.numel() for values in small.values()) > MOST:
             return None
         together = GroupedKept(list(small.values()))
