@@ -115,7 +115,7 @@ class FlashEngine:
         self.state = StepState()
         self.padding = PaddingCount()
         self.cast = SharedCast()
-        self.recorder = Recorder(self)
+        self.recorder: Recorder = Recorder(self)
         self.graphs = GraphRecorder(self)
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None

@@ -75,7 +75,7 @@ class CheckpointedBlock(Recorder):
             return self.function(*args, **kwargs)
 
     @property
-    def runs_again(self) -> bool:
+    def runs_again(self) -> bool:  # type: ignore[override]
         """True if the block runs again for its sums, or is held in less memory than kept gradients take."""
         return self.open is not None or not self.keeps
 

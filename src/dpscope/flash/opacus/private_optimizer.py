@@ -331,8 +331,8 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _account(self) -> None:
         self._steps += 1
-        counted = self.engine.state.observed
-        counted = 0.0 if counted is None else float(counted)
+        observed = self.engine.state.observed
+        counted = 0.0 if observed is None else float(observed)
         self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
         clip = self.engine.clip
         if clip.learns:  # from the noisy count, for the next step

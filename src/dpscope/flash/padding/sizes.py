@@ -105,8 +105,9 @@ def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
 
 def binomial(samples: int, rate: float) -> Masses:
     """Return P(n) for n = 0, 1, …, as far as it is not negligible."""
-    from scipy.stats import binom  # takes a second to load
+    from scipy.stats import binom  # type: ignore[import-untyped]  # takes a second to load
 
     last = int(binom.isf(NEGLIGIBLE_MASS, samples, rate))
     masses: Masses = binom.pmf(np.arange(last + 1), samples, rate)
-    return masses / masses.sum()
+    masses /= masses.sum()
+    return masses

@@ -47,7 +47,7 @@ in_graph = torch.compiler.is_compiling  # whether torch.compile traces the code 
 
 def eagerly() -> AbstractContextManager[Any]:
     """Return a context in which compiled modules run as they were before."""
-    return torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def uncut_graphs() -> AbstractContextManager[Any]:
