@@ -15,7 +15,7 @@ from dpscope.flash.compiled.region_taps import RootTap, ZeroGradTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.layers.plan import Ladder, TappedModule
+from dpscope.flash.layers.plan import Ladder
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
 from dpscope.flash.ranks.layout import ReplicaTap, refuse_spread_inside
 from dpscope.flash.ranks.ranks import Ranks
@@ -98,7 +98,14 @@ class Attachment:
         others = (self._root, *regions, ReplicaTap(self._model), *self._ranks.taps())
         for other in (*others, *(ZeroGradTap(self._engine, each) for each in zeroed)):
             self._install(other)
-        self._note_layers(tapped)
+        self._layers = []
+        for _, module, make in tapped:
+            cls = layers.own_class_of(module)
+            if cls is not None and issubclass(make, LayerTap):
+                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
+        self._classes = {layer.key for layer in self._layers}
+        known = {layer.module for layer in self._layers}
+        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -143,16 +150,6 @@ class Attachment:
                 if not instance_is_own(module, *layer.key[1:]):
                     found.append(module)
         return found
-
-    def _note_layers(self, tapped: list[TappedModule]) -> None:
-        self._layers = []
-        for _, module, make in tapped:
-            cls = layers.own_class_of(module)
-            if cls is not None and issubclass(make, LayerTap):
-                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
-        self._classes = {layer.key for layer in self._layers}
-        known = {layer.module for layer in self._layers}
-        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
 
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()

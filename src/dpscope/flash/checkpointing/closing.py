@@ -206,8 +206,8 @@ class Closing:
                     recorder = RerunRecorder(engine, each.slots)
                     with recorder.entered():
                         each.run_again(anchor, name_of(each.index))
-                    finished.append((each, project(recorder.left)))
-                    use({slot: recorder.left.pop(slot) for slot, parts in list(recorder.left.items()) if parts})
+                        finished.append((each, project(recorder.left)))
+                        use({slot: recorder.left.pop(slot) for slot, parts in list(recorder.left.items()) if parts})
 
             yield run
         before = [each.fingerprint for each, _ in finished if each.fingerprint is not None]

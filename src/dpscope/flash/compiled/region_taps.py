@@ -82,11 +82,7 @@ def _clear_what_is_compiled() -> None:
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and "zero_grad" not in vars(compiler.OptimizedModule):
-        compiler.OptimizedModule.zero_grad = _zero_grad_of_the_original
-
-
-def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
-    compiled._orig_mod.zero_grad(set_to_none)
+        compiler.OptimizedModule.zero_grad = lambda self, set_to_none=True: self._orig_mod.zero_grad(set_to_none)
 
 
 class ZeroGradTap(EngineTap):

@@ -111,18 +111,15 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx, *pieces = ctx.tap.gradients(ctx, g)
-        given = [_as_gradient(piece) for piece in pieces if piece is not None]
+        # A graph gives no integers out as a gradient. float64 holds those of any table of embeddings.
+        left = [piece for piece in pieces if piece is not None]
+        given = [piece if piece.is_floating_point() else piece.to(torch.float64) for piece in left]
         if len(given) < len(ctx.dtypes):
             given.append(torch.ones((), dtype=torch.float32, device=g.device))
         # Autograd would round a gradient to its capture leaf's dtype in silence.
         for piece, dtype in zip(given, ctx.dtypes, strict=True):
             assert torch.promote_types(piece.dtype, dtype) == dtype
         return None, dx, None, None, *given
-
-
-def _as_gradient(piece: Tensor) -> Tensor:
-    """Return a piece that a graph can give out as a gradient. float64 holds the integers of any table of embeddings."""
-    return piece if piece.is_floating_point() else piece.to(torch.float64)
 
 
 class GraphCalls:

@@ -207,8 +207,8 @@ class RowGroups:
     def __init__(self, each: int, places: Tensor | None = None) -> None:
         if not isinstance(each, int) or each < 1:
             raise UserError(f"rows_per_sample must be a whole number of at least 1, not {each!r}")
-        self.each = each
-        self._places = places
+        self.each, self._places = each, places
+        self.is_plain = each == 1 and places is None  # each row is a sample
 
     @classmethod
     def of_ids(cls, ids: Tensor) -> RowGroups:
@@ -221,11 +221,6 @@ class RowGroups:
         places = ids.new_full((len(counts), int(counts.max())), -1, dtype=torch.long)
         places[group[order], torch.arange(len(ids), device=ids.device) - first[group[order]]] = order
         return cls(places.shape[1], places)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if each row is a sample."""
-        return self.each == 1 and self._places is None
 
     def put_together(self, contribution: Contribution, rules: PathRules) -> Contribution:
         """Return the record of a backward pass, sample by sample."""

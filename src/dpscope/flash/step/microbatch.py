@@ -119,7 +119,11 @@ class MicroBatch:
             for slot, contributions in recorded
         ]
         recorded.clear()  # what was put together need not outlive this
-        _take_sums(self._parts)
+        # Per-sample gradients that are sums over the positions of g take its place.
+        summed = {at: g for at, of_it in enumerate(self._parts) if (g := of_it[0].summed_later) is not None}
+        for at, sums in zip(summed, many_bias_sums(list(summed.values())), strict=True):
+            self._parts[at] = (Kept(sums),)
+        del summed
         device = normed[0][0].device if normed else self.parameters[0].device
         norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
@@ -292,13 +296,6 @@ def _sums_inside(parts: list[Combined], scale: Tensor) -> dict[int, Callable[[Te
     ]
     sums = kept_sums([part.inner.per_sample for part in held], scale) if held else []
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
-
-
-def _take_sums(parts: list[Combined]) -> None:
-    """Replace g by per-sample gradients where those are sums over its positions."""
-    summed = [(index, g) for index, of_it in enumerate(parts) if (g := of_it[0].summed_later) is not None]
-    for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
-        parts[index] = (Kept(sums),)
 
 
 def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: int) -> list[list[int]]:

@@ -264,7 +264,14 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
         found["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
         return {**found, "floor": step.adam_bc}
 
-    states = _state_columns(piece, step.state_of, _moments(group))
+    moments = _moments(group)
+    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
+    try:
+        rows = list(map(entries, map(step.state_of.get, piece.parameters)))
+    except (TypeError, KeyError):  # no state, or not all of it
+        made = (_with_moments(step.state_of[parameter], parameter, group, moments) for parameter in piece.parameters)
+        rows = list(map(entries, made))
+    states = list(map(list, zip(*rows, strict=True)))  # the step counters, and each of the moments
     for count, part, (counters, *columns) in piece.split(step.counts.next_values(states[0]), states):
         if step.captured is None:
             step.counts.advance(counters, count)
@@ -274,17 +281,6 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
 
 def _moments(group: _Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
-
-def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
-    """Return the step counters and each of the moments, of all parameters. Create those that are missing."""
-    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
-    try:
-        rows = list(map(entries, map(state_of.get, piece.parameters)))
-    except (TypeError, KeyError):  # no state, or not all of it
-        made = (_with_moments(state_of[parameter], parameter, piece.group, moments) for parameter in piece.parameters)
-        rows = list(map(entries, made))
-    return list(map(list, zip(*rows, strict=True)))
 
 
 def _with_moments(
