@@ -40,7 +40,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
-from dpscope.flash.torch_side.frames import original_of, require_module
+from dpscope.flash.torch_side.frames import require_module
 from dpscope.flash.torch_side.grad_clipping import allow_no_gradients
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -103,7 +103,7 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        self.model = model = original_of(self.ranks.given)
+        self.model = model = self.ranks.module
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
         budget = MemoryBudget(memory_budget, list(model.parameters()))
@@ -191,6 +191,13 @@ class FlashEngine:
         """Restore the model. Drop what backward recorded and was not summed; keep gradients."""
         self.attachment.detach()
         self.state.drop()
+
+    # Opacus's names, of the handle that its make_private(wrap_model=False) returns beside the optimizer.
+    cleanup = detach
+
+    def forbid_grad_accumulation(self) -> None:
+        """Allow one backward pass a step. Opacus's make_private calls this under Poisson sampling."""
+        self.state.forbid_accumulation()
 
     def __enter__(self) -> FlashEngine:
         return self

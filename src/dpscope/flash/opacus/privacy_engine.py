@@ -57,21 +57,6 @@ USED_NOISE_KEYS = "dpscope_used_noise_keys"  # in checkpoints of runs with a noi
 ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
 
 
-class FlashHooks:
-    """Handle that make_private(wrap_model=False) returns beside the optimizer. The model is used as before."""
-
-    def __init__(self, engine: FlashEngine) -> None:
-        self.engine = engine
-
-    def forbid_grad_accumulation(self) -> None:
-        """Allow one backward pass a step. Opacus's make_private calls this under Poisson sampling."""
-        self.engine.state.forbid_accumulation()
-
-    def cleanup(self) -> None:
-        """Restore the model."""
-        self.engine.detach()
-
-
 class PrivacyEngine(OpacusPrivacyEngine):
     """`opacus.PrivacyEngine` that clips with flash clipping (`grad_sample_mode="flash"`, the default here).
 
@@ -97,7 +82,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     flash_engine: FlashEngine | None = None
     spending: Spending | None = None  # of the last make_private: steps, draws, and what makes ε doubtful
-    _prepared: FlashHooks | None = None
+    _prepared: FlashEngine | None = None
     # Of the call of make_private that runs:
     _engine_options: Mapping[str, Any] = MappingProxyType({})
     _pad_batches: PadBatches = False
@@ -186,7 +171,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 self._prepared.cleanup()
                 self._prepared = None
             raise
-        hooks, self._prepared = self._prepared, None
+        self._prepared = None
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.attachment.hooks.append(_accept_opacus_names(module))
@@ -195,7 +180,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.spending = Spending(optimizer.step_hook, self._counted_sampler)
         optimizer.attach_step_hook(self.spending)
         warn_of_untrained(engine, optimizer)
-        return module if wrap_model else hooks, optimizer, loader
+        return module if wrap_model else engine, optimizer, loader
 
     def make_private_with_epsilon(
         self,
@@ -352,12 +337,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
         except UserError as refusal:
             raise UnsupportedModelError(str(refusal)) from None
         engine.refusal = UnsupportedModelError
-        self._prepared = FlashHooks(engine)
-        return self._prepared
+        self._prepared = engine
+        return engine
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
         poisson = kwargs["poisson_sampling"]
-        ranks = None if self._prepared is None else self._prepared.engine.ranks
+        ranks = None if self._prepared is None else self._prepared.ranks
         several = ranks is not None and ranks.several
         if several and kwargs.get("rand_on_empty"):
             raise MADE_UP_RANKS.error()
@@ -377,16 +362,16 @@ class PrivacyEngine(OpacusPrivacyEngine):
         assert self._prepared is not None
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        self._prepared.engine.ranks.agree_on(optimizer)
+        self._prepared.ranks.agree_on(optimizer)
         # Opacus divides by the number of processes; sums here are over all of them.
         if kwargs.pop("distributed", False):
             kwargs["expected_batch_size"] = round(kwargs["expected_batch_size"] * get_world_size())
         kwargs.pop("clipping", None)
-        kwargs["max_grad_norm"] = self._prepared.engine.max_grad_norm
+        kwargs["max_grad_norm"] = self._prepared.max_grad_norm
         generator = kwargs.pop("noise_generator", None)
         return DPFlashOptimizer(
             optimizer,
-            engine=self._prepared.engine,
+            engine=self._prepared,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
             **kwargs,

@@ -55,13 +55,13 @@ class Ranks:
     """Processes that train one model, made on all of them at once; or one process, which waits for nobody.
 
     given            the model as the user has it, perhaps compiled, without DDP's wrapper
+    module           the model itself
     several          whether the model is spread over processes
     gathers_weights  whether each of them holds a part of the parameters, and gathers them to run a module
     """
 
     def __init__(self, layout: Layout, control: Control) -> None:
-        self.layout = layout
-        self.given, self.wrapper = layout.given, layout.wrapper
+        self.given, self.wrapper, self.module = layout.given, layout.wrapper, layout.module
         self.gathers_weights = layout.mesh is not None
         self.several = layout.is_spread
         self.control = control
@@ -71,11 +71,6 @@ class Ranks:
         self._names = {parameter: name for name, parameter in self.module.named_parameters()}
         self._met = False  # to take the step that runs
         self._is_apart = False
-
-    @property
-    def module(self) -> nn.Module:
-        """The model without DDP's wrapper."""
-        return self.layout.module
 
     def refuse_processes(self, *, secure_mode: bool = False) -> None:
         """Refuse processes of which each would add noise of its own."""
