@@ -86,12 +86,12 @@ def leave_out_launches() -> None:
                 module.is_hopper = lambda device: True
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
-    from dpscope.flash.checkpointing import block_reruns
+    from dpscope.flash.checkpointing import closing
     from dpscope.flash.sample_rows import verification
     from dpscope.flash.update import optimizer
 
     # What no kernel has written is not the same twice.
-    block_reruns.BlockReruns._refuse_other_gradients = lambda self, each: None
+    closing.different = lambda before, again, finite: [False] * len(before)
     for name in ("_verify", "_look_again"):  # they would find that results are wrong numbers
         setattr(verification.Verification, name, lambda self, *call: None)
     verification.Verification.settle = lambda self, unknown, *call: verification._note_known(unknown)

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import SpentPrivacy
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.privacy_budget import SpentPrivacy
 
 
 class PlacedLoader:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import PrivacyBudget
+from dpscope.privacy_budget import PrivacyBudget
 
 
 class PrivateTraining(Callback):

@@ -32,6 +32,7 @@ LAYERS = (
     ("vocabulary",),
     ("endings",),
     ("flash", "workloads", "results"),
+    ("privacy_budget",),
     ("accelerate", "lightning"),
     ("transformers",),
     ("instruments",),
@@ -137,6 +138,44 @@ def test_every_package_has_a_layer_and_imports_from_lower_ones_only(root, layers
         if part_of(module) != part_of(name) and level[part_of(module)] <= level[part_of(name)]
     ]
     assert upwards == []
+
+
+# Variations of a step: what their names have in common, their package, and the other files whose code knows of them.
+# `combinations.py` (refusals by name), `torch_side/` (torch's own machinery) and `kernels/` do not count, nor do words
+# in docstrings and messages, and files that people save.
+VARIATIONS = {
+    "compiled": (r"compil|dynamo|traced|region", {"attachment.py", "engine.py", "layers/plan.py"}),
+    "ranks": (r"fsdp|shard|^dtensor", {"layers/plan.py", "sample_rows/mixing.py"}),
+    "checkpointing": (
+        r"rerun|recomput|checkpoint(?!_dict)",
+        {"compiled/regions.py", "engine.py", "layers/sample_call.py", "sample_rows/forward_passes.py"},
+    ),
+}
+NOT_COUNTED = ("combinations.py", "torch_side", "kernels")
+SAVED_FILES = ("opacus/privacy_engine.py", "opacus/training_state.py")
+
+
+def names_in(file):
+    """Every identifier of a file, and the modules that it imports, but for those of torch's own machinery."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        for field in ("id", "attr", "arg", "name", "module"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and not name.startswith("dpscope.flash.torch_side"):
+                yield name
+
+
+@pytest.mark.parametrize("package", VARIATIONS)
+def test_few_files_know_of_a_variation_of_a_step(package):
+    pattern, known = VARIATIONS[package]
+    files = {file.relative_to(SOURCE / "flash"): file for file in (SOURCE / "flash").rglob("*.py")}
+    found = {
+        place.as_posix()
+        for place, file in files.items()
+        if place.parts[0] not in (package, *NOT_COUNTED)
+        and not (package == "checkpointing" and place.as_posix() in SAVED_FILES)
+        and any(re.search(pattern, name, re.IGNORECASE) for name in names_in(file))
+    }
+    assert found == known
 
 
 def test_commands_reach_instruments_through_the_runner():

@@ -11,17 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.region_taps import RootRegionTap, region_taps
-from dpscope.flash.compiled.regions import CompiledEngine
+from dpscope.flash.compiled.region_taps import RootTap, ZeroGradTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.layers.plan import Ladder, TappedModule
+from dpscope.flash.layers.plan import Ladder
 from dpscope.flash.layers.torchs_own import class_is_own, foreign_mode_is_active, instance_is_own
-from dpscope.flash.ranks.layout import ReplicaTap, refuse_shards_inside
+from dpscope.flash.ranks.layout import ReplicaTap, refuse_spread_inside
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
-from dpscope.flash.taps.root_taps import ZeroGradTap
+from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import refuse_compiled_forwards
 from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
@@ -40,9 +39,9 @@ class _KnownLayer:
 class Attachment:
     """Taps and guards of an engine on its model, which torch.compile and DDP may have wrapped (`ranks`)."""
 
-    def __init__(self, engine: CompiledEngine, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self.taps: list[InstanceMethod] = []
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []  # to be removed when the engine is detached
         self._engine, self._model, self._given, self._ranks = engine, engine.model, ranks.given, ranks
         self._ladder = Ladder(engine.model)
 
@@ -77,7 +76,7 @@ class Attachment:
     def _tap(self) -> None:
         ladder = self._ladder
         tapped = ladder.plan()
-        refuse_shards_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
+        refuse_spread_inside((each.name, each.module) for each in tapped if each.make is not BareTap)
         verification = self._engine.verification
         verification.buffers = BufferWatch(self._model, [each.module for each in tapped if each.make is OpaqueTap])
         verification.followed = [each.module for each in tapped if each.make is BareTap]
@@ -92,12 +91,21 @@ class Attachment:
                 tap.places += ladder.strays_of(module)
                 tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
-        self._root = RootRegionTap(self._engine, "", self._model)
+        self._root = RootTap(self._engine, "", self._model)
         regions = region_taps(self._engine, self._given, self._root)
-        others = (self._root, *regions, ZeroGradTap(self._engine, "", self._model), ReplicaTap(self._model))
-        for other in (*others, *self._wrapper_taps()):
+        wrappers = [self._given, self._ranks.wrapper]  # torch.compile's module, and DistributedDataParallel
+        zeroed = dict.fromkeys(each for each in (self._model, *wrappers) if each is not None)
+        others = (self._root, *regions, ReplicaTap(self._model), *self._ranks.taps())
+        for other in (*others, *(ZeroGradTap(self._engine, each) for each in zeroed)):
             self._install(other)
-        self._note_layers(tapped)
+        self._layers = []
+        for _, module, make in tapped:
+            cls = layers.own_class_of(module)
+            if cls is not None and issubclass(make, LayerTap):
+                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
+        self._classes = {layer.key for layer in self._layers}
+        known = {layer.module for layer in self._layers}
+        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -143,27 +151,9 @@ class Attachment:
                     found.append(module)
         return found
 
-    def _note_layers(self, tapped: list[TappedModule]) -> None:
-        self._layers = []
-        for _, module, make in tapped:
-            cls = layers.own_class_of(module)
-            if cls is not None and issubclass(make, LayerTap):
-                self._layers.append(_KnownLayer(module, (type(module), cls, make.names), len(module.__dict__)))
-        self._classes = {layer.key for layer in self._layers}
-        known = {layer.module for layer in self._layers}
-        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
-
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()
         self.taps.append(tap)
-
-    def _wrapper_taps(self) -> Iterator[InstanceMethod]:
-        """Yield taps of the model's wrapper: torch.compile's module, or DistributedDataParallel."""
-        if self._given is not self._model:
-            yield ZeroGradTap(self._engine, "", self._given)
-        yield from self._ranks.taps()
-        if self._ranks.wrapper is not None:
-            yield ZeroGradTap(self._engine, "", self._ranks.wrapper)
 
     def tap_regions(self) -> None:
         """Tap modules inside the model that were compiled after it was made private."""

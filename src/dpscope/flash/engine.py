@@ -15,39 +15,33 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash.attachment import Attachment
-from dpscope.flash.checkpointing.block_reruns import Reruns
 from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, CheckpointedBlocks
-from dpscope.flash.checkpointing.closing import close_sums, one_by_one
-from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.checkpointing.closing import Closing
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
 from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
-from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import PathTable, PerSampleModule, describe_per_sample, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.gradients.paths import FORCEABLE, PathRules
-from dpscope.flash.gradients.slots import Slot, refuse_hooks
+from dpscope.flash.gradients.slots import RowGroups, Slot, refuse_hooks
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.sample_rows.verification import Verification
-from dpscope.flash.step.microbatch import CapturedBatch, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
-from dpscope.flash.step.running_sums import RunningSums
-from dpscope.flash.step.step_state import Recorded, StepState
+from dpscope.flash.step.microbatch import Clipped, MicroBatch, Normed, RunningSum, StaticInputs, SumBatch
+from dpscope.flash.step.step_state import Recorded, RunningSums, StepState
 from dpscope.flash.taps.recorder import Recorder
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 from dpscope.flash.torch_side.captures import own_capture
-from dpscope.flash.torch_side.frames import original_of, require_module
+from dpscope.flash.torch_side.frames import require_module
 from dpscope.flash.torch_side.grad_clipping import allow_no_gradients
-from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -109,30 +103,56 @@ class FlashEngine:
         require_module(model)
         self.groups = self._usual_groups = RowGroups(rows_per_sample)
         self.ranks = ranks_of(model)
-        self.model = model = original_of(self.ranks.given)
+        self.model = model = self.ranks.module
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
         budget = MemoryBudget(memory_budget, list(model.parameters()))
-        self.path_rules = PathRules(path, budget, reduced=self.ranks.sharded)
+        self.path_rules = PathRules(
+            path, budget, reduced=self.ranks.gathers_weights, runs_again=lambda: self.recorder.runs_again
+        )
         self.loss_scale = loss_scale
 
         self.state = StepState()
         self.padding = PaddingCount()
         self.cast = SharedCast()
-        self.recorder = Recorder(self)
+        self.recorder: Recorder = Recorder(self)
         self.graphs = GraphRecorder(self)
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.static: StaticInputs | None = None  # while a micro-batch is captured in a CUDA graph
-        self._attach(batch_size_of)
+        slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in model.named_parameters())
+        self._slots = {slot.parameter: slot for slot in slots}
+        self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
+        self.running_sums = RunningSums(self._slots.values())
         self.anchor = Anchor(budget.begin_backward)
+        self.attachment = Attachment(self, self.ranks)
+        self.verification = Verification(
+            self,
+            self.state,
+            begin_way=self.attachment.tap_regions,
+            in_any_dim=batch_size_of is not None,
+            ranks=self.ranks,
+        )
+        self.forwards: ForwardPasses = ForwardPasses(
+            model,
+            self.state,
+            self.verification,
+            retap=self.attachment.retap,
+            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            abandon=self._abandon_draw,
+            batch_size_of=batch_size_of,
+            budget=budget,
+            ranks=self.ranks,
+        )
+        self.forwards.refresh = self.attachment.refresh
+        self.attachment.attach(self._slots.values())
+        allow_no_gradients()
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
             self.recorder = BetweenBlocks(self.blocks)
-            self.path_rules.runs_again = self.blocks.runs_again
 
     @property
     def max_grad_norm(self) -> float:
@@ -142,36 +162,6 @@ class FlashEngine:
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         self.clip.max_grad_norm = value
-
-    # -- attaching ---------------------------------------------------------------------------------------------------
-
-    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
-        slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
-        self._slots = {slot.parameter: slot for slot in slots}
-        self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
-        self.running_sums = RunningSums(self._slots.values())
-        self._attachment = Attachment(self, self.ranks)
-        self.verification = Verification(
-            self,
-            self.state,
-            begin_way=self._attachment.tap_regions,
-            in_any_dim=batch_size_of is not None,
-            ranks=self.ranks,
-        )
-        self.forwards: ForwardPasses = ForwardPasses(
-            self.model,
-            self.state,
-            self.verification,
-            retap=self._attachment.retap,
-            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
-            abandon=self._abandon_draw,
-            batch_size_of=batch_size_of,
-            budget=self.path_rules.budget,
-            ranks=self.ranks,
-        )
-        self.forwards.refresh = self._attachment.refresh
-        self._attachment.attach(self._slots.values())
-        allow_no_gradients()
 
     @property
     def samples(self) -> int:
@@ -185,7 +175,7 @@ class FlashEngine:
 
     @property
     def attached(self) -> bool:
-        return bool(self._attachment.taps)
+        return bool(self.attachment.taps)
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
@@ -193,27 +183,21 @@ class FlashEngine:
         return self._slots.keys()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """All modules of the model."""
-        return self.verification.options.modules
-
-    @property
     def rows_are_grouped(self) -> bool:
         """True if `group_rows` was called for the next backward pass."""
         return self.groups is not self._usual_groups
 
-    @property
-    def taps(self) -> list[InstanceMethod]:
-        """The taps on the model. Tapping it again makes a new list."""
-        return self._attachment.taps
-
-    def remove_on_detach(self, hook: RemovableHandle) -> None:
-        self._attachment.hooks.append(hook)
-
     def detach(self) -> None:
         """Restore the model. Drop what backward recorded and was not summed; keep gradients."""
-        self._attachment.detach()
+        self.attachment.detach()
         self.state.drop()
+
+    # Opacus's names, of the handle that its make_private(wrap_model=False) returns beside the optimizer.
+    cleanup = detach
+
+    def forbid_grad_accumulation(self) -> None:
+        """Allow one backward pass a step. Opacus's make_private calls this under Poisson sampling."""
+        self.state.forbid_accumulation()
 
     def __enter__(self) -> FlashEngine:
         return self
@@ -241,15 +225,15 @@ class FlashEngine:
 
     def without_taps(self) -> AbstractContextManager[None]:
         """Return a context in which the model is as it was before the engine was attached."""
-        return self._attachment.removed()
+        return self.attachment.removed()
 
     def runs_by_sample(self) -> bool:
         """Return whether a module runs sample by sample."""
-        return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
+        return any(isinstance(tap, OpaqueTap) for tap in self.attachment.taps)
 
     def run_by_loop(self) -> bool:
         """Replace vmap by a loop over samples in every module. Return whether there was a module to change."""
-        changed = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
+        changed = [tap for tap in self.attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
         for tap in changed:
             tap.by_loop = True
             tap.describe("a loop over samples, because vmap failed in backward")
@@ -294,7 +278,7 @@ class FlashEngine:
     def accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds. Leave p.grad unchanged."""
         sums = self.running_sums
-        for parameter, total in one_by_one(self._close(into=sums.get)):
+        for parameter, total in _one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)
 
@@ -304,7 +288,7 @@ class FlashEngine:
         A layer's inputs and output gradients are freed as its sum is handed out, so the whole gradient need never
         exist. Norms and factors are ready when this returns.
         """
-        return one_by_one(self._close())
+        return _one_by_one(self._close())
 
     def factored_sums(self) -> Iterator[SumBatch]:
         """Return the sums of `clipped_sums`, many at a time; the caller sums per-sample gradients that are kept."""
@@ -318,20 +302,23 @@ class FlashEngine:
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
-        again = Reruns(None if self.blocks is None else self.blocks.reruns, passes, recorded or [])
-        micro, clip = None, max(self.clip.sensitivity(), again.sensitivity)
+        closing = Closing(self, self.blocks, passes, recorded or [])
+        micro, clip = None, max(self.clip.sensitivity(), closing.sensitivity)
         with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
-            again.hold_clashing(recorded or [])
+            closing.hold_clashing(recorded or [])
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
                 del recorded[:]
-                micro = self._norm(still_held, again.passes, rows)
+                micro = self.micro_batch(still_held, rows, normed=closing.normed)
+                if rows is not None and self.static is None:
+                    self.padding.add(rows)
+                self._take(micro.result(), None if rows is None or self.static is not None else rows.real)
             else:  # an empty batch, or no backward at all
                 if recorded is not None:
                     self.state.count()
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             try:
-                sums = close_sums(self._slots, self.ranks, micro, again, into, factored=factored)
+                sums = closing.sums(self._slots, micro, into, factored=factored)
             except BaseException:
                 self.running_sums.clear()  # some of them are there, others are not
                 raise
@@ -348,11 +335,11 @@ class FlashEngine:
         with temporarily(self, static=static, **results), self.state.capturing(), self.running_sums.kept():
             yield
 
-    def captured(self) -> CapturedBatch:
+    def captured(self) -> tuple[dict[nn.Parameter, Tensor], Clipped]:
         """Return the tensors of the micro-batch that `capturing` has closed: a replay of its graph fills them."""
         assert self.norms is not None and self.factors is not None and self.nonfinite_samples is not None
-        sums = dict(self.running_sums.items())
-        return CapturedBatch(sums, self.norms, self.factors, self.nonfinite_samples, self.state.captured_count)
+        found = Clipped(self.norms, self.factors, self.nonfinite_samples, self.state.observed)
+        return dict(self.running_sums.items()), found
 
     def count_replay(self, size: int, rows: Rows | None) -> None:
         """Count a micro-batch that a graph is about to run, as a closing does."""
@@ -362,44 +349,26 @@ class FlashEngine:
             self.padding.add(rows)
         self.state.count(size if rows is None else rows.real, self.clip.sensitivity(), rows)
 
-    def take_replayed(self, batch: CapturedBatch, size: int, rows: Rows | None) -> None:
+    def take_replayed(self, sums: dict[nn.Parameter, Tensor], found: Clipped, real: int) -> None:
         """Take what the graph has filled."""
-        real = size if rows is None else rows.real
-        self.norms, self.factors = batch.norms[:real].clone(), batch.factors[:real].clone()
-        total = self.nonfinite_samples
-        self.nonfinite_samples = batch.dropped.clone() if total is None else total + batch.dropped
-        self.state.observe(None if batch.observed is None else batch.observed.clone())
-        for parameter, total_of_it in batch.sums.items():
-            self.running_sums.put(parameter, total_of_it)
+        self._take(Clipped(*(None if each is None else each.clone() for each in found)), real)  # type: ignore[arg-type]
+        for parameter, total in sums.items():
+            self.running_sums.put(parameter, total)
+
+    def _take(self, found: Clipped, real: int | None) -> None:
+        """Take norms and factors of a closed micro-batch. `real`: how many rows are samples; None keeps all rows."""
+        self.norms, self.factors, dropped, observed = found
+        if real is not None:
+            self.norms, self.factors = self.norms[:real], self.factors[:real]
+        self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
+        self.state.observe(observed)
 
     @torch.no_grad()
-    def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
-        normed = [(each.norms, each.groups) for each in passes if each.norms is not None]
-        micro = self.micro_batch(recorded, rows=rows, normed=normed)
-        found, static = micro.clipping, self.static
-        real = self._real(rows)
-        self.state.observe(
-            self.clip.observe(found.norms, found.finite, self.clip.bounds if static is None else static.bounds)
-        )
-        several = len(found.norms) > 1
-        self.norms = found.norms.norm(dim=0) if several else found.norms[0]
-        self.factors = found.factors.mT if several else found.factors[0]
-        dropped = (len(found.finite) if real is None else real) - found.finite.sum()
-        if rows is not None and static is None:
-            self.padding.add(rows)
-            self.norms, self.factors = self.norms[: rows.real], self.factors[: rows.real]
-        self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
-        return micro
-
-    def _real(self, rows: Rows | None) -> int | Tensor | None:
-        """Return the number of rows that are samples; None if all are."""
-        return None if rows is None else rows.real if self.static is None else self.static.real
-
     def micro_batch(
         self,
         recorded: Recorded,
+        rows: Rows | None,
         *,
-        rows: Rows | None = None,
         normed: Sequence[Normed] = (),
         groups: Sequence[int] | None = None,
     ) -> MicroBatch:
@@ -414,7 +383,7 @@ class FlashEngine:
             groups=self.groups,
             mean=self.loss_reduction == "mean",
             loss_scale=self.loss_scale() if callable(self.loss_scale) else self.loss_scale,
-            real=self._real(rows if groups is None else self.state.rows),
+            real=None if rows is None else rows.real if static is None else static.real,
             bounds=None if static is None else static.bounds,
         )
 
@@ -463,5 +432,14 @@ class FlashEngine:
 
     def per_sample_modules(self) -> list[PerSampleModule]:
         """Return the modules that run sample by sample through torch.func.vmap, the largest first."""
-        opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
+        opaque = {tap.module for tap in self.attachment.taps if isinstance(tap, OpaqueTap)}
         return describe_per_sample(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
+
+
+def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield (parameter, sum) pairs. Each is released when the next one is requested."""
+    for parameters, sums, _ in batches:
+        parameters.reverse()
+        sums.reverse()
+        while sums:
+            yield parameters.pop(), sums.pop()

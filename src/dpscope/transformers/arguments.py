@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus.privacy_spent import PrivacyBudget
+from dpscope.privacy_budget import PrivacyBudget
 
 
 def _argument(default: Any, help_text: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.checkpointing import block_reruns
+from dpscope.flash.checkpointing import checkpointed_blocks
 from dpscope.flash.gradients import norms, paths
 from dpscope.flash.kernels import gram_norms, scaled_sum
 from dpscope.flash.kernels.float32_products import ROUNDING
@@ -30,7 +30,7 @@ def round_products(monkeypatch: pytest.MonkeyPatch, kind: str = "tf32") -> None:
     monkeypatch.setattr(
         torch.Tensor, "addmm_", lambda out, a, b, **scales: addmm_(out, rounded(a), rounded(b), **scales)
     )
-    for module in (block_reruns, paths, gram_norms, microbatch, scaled_sum):
+    for module in (checkpointed_blocks, paths, gram_norms, microbatch, scaled_sum):
         monkeypatch.setattr(module, "operand_rounding", lambda device: ROUNDING[kind])
     for module in (norms, paths):
         monkeypatch.setattr(module, "reads_tf32", lambda device: kind == "tf32")

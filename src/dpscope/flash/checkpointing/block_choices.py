@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from dpscope.flash.checkpointing.recomputation import BlockPass
+from torch import Tensor
+
+from dpscope.flash.checkpointing.recomputation import BlockPass, bytes_of, gradient_of
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
 
 IS_HELD, IS_RECOMPUTED, IS_SUMMED = "held", "recomputed", "summed"
@@ -145,20 +147,15 @@ class BlockChoices:
         return held
 
     def _choose(self, index: int, samples: int, shape: Any) -> tuple[bool, str]:
-        if index in self._shared:
-            return True, self._shared[index]
-        if samples < 2:
-            return True, "one sample: its gradients are the gradient"
+        if index in self._shared or samples < 2:
+            return True, self._shared.get(index, "one sample: its gradients are the gradient")
         known = self._costs.get(index)
         if known is None or known.shape != shape:
             return False, "the first time, to see what it takes"
         cost = known.of(samples)
         if cost.held <= cost.boundary:
             return True, f"its layers hold {cost.held} bytes, its input and output gradients are {cost.boundary}"
-        return self._fits(cost)
-
-    def _fits(self, cost: BlockCost) -> tuple[bool, str]:
-        """Return True if there is room to hold the block, and the reason for the answer."""
+        # Is there room?
         budget, saved = self._budget, f"{cost.boundary} bytes are held, not {cost.held}"
         limit = budget.ceiling(cost.activations, cost.sums)
         now = budget.allocated()
@@ -200,16 +197,24 @@ class BlockChoices:
 
     def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
         """Record the cost of a pass whose norms are about to be taken."""
-        kept, saved = each.bytes_if_kept, each.bytes_if_saved
+        parts = [part for parts in each.gathered.values() for part in parts]
+        of_all = {id(part): part.saved or (part.materialise(),) for part in parts}
+        saved = bytes_of(tensor for part in parts for tensor in of_all[id(part)])
+        # Each layer keeps x and g, or per-sample gradients if those take no more.
+        if_held = {id(p): p.decision.kept_if_held for p in parts if p.decision and p.decision.kept_if_held is not None}
+        others = bytes_of(tensor for part in parts if id(part) not in if_held for tensor in of_all[id(part)])
+        kept = int(sum(if_held.values())) + others
+        grads = bytes_of(grad for grad in each.grads if grad is not None)
+        leaves = () if each.input is None else each.input.leaves
         self._costs[each.index] = BlockCost(
             shape,
             samples,
             held=min(kept, saved),
             kept=kept,
-            inputs=each.input_bytes,
+            inputs=bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor)),
             freed=0 if each.input is None else each.input.own_bytes,
-            grads=each.grad_bytes,
+            grads=grads,
             activations=each.activations,
-            gradients=each.gathered_bytes,
+            gradients=bytes_of(map(gradient_of, parts)),
             sums=sum(4 * slot.parameter.numel() for slot in each.gathered),
         )

@@ -2,7 +2,7 @@
 
 The norms of a recomputed block are taken when backward leaves it, and x and g of its layers are released. Its
 input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
-(block_reruns.py), and each layer's sum is made where its g arrives.
+(closing.py), and each layer's sum is made where its g arrives.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
+from dpscope.errors import UserError
 from dpscope.flash.checkpointing.block_choices import BlockChoices
-from dpscope.flash.checkpointing.block_reruns import BlockReruns
-from dpscope.flash.checkpointing.recomputation import BlockPass, Fingerprint, gradient_of, module_of
-from dpscope.flash.gradients.combination import combine
+from dpscope.flash.checkpointing.recomputation import (
+    BlockInput,
+    BlockPass,
+    Fingerprint,
+    Left,
+    bytes_of,
+    gradient_of,
+    module_of,
+)
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.norms import SquaredNorms
-from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.step.microbatch import MicroBatch
-from dpscope.flash.step.step_state import Recorded
+from dpscope.flash.gradients.slots import Slot, combine
+from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.checkpoint_calls import can_be_watched, watching
+from dpscope.random_states import cuda_devices, is_same_state, state_of_numpy
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
 _unsafe_view = torch.ops.aten._unsafe_view.default
-
-
-class BlockEngine(Engine, Protocol):
-    """Interface of the engine that the blocks belong to."""
-
-    def micro_batch(self, recorded: Recorded, *, groups: Sequence[int]) -> MicroBatch: ...
 
 
 @dataclass(eq=False)
@@ -69,16 +69,26 @@ class CheckpointedBlock(Recorder):
             if in_backward():
                 self.blocks.flush(but=self.open)
                 if self.open is not None and self.open.keeps_boundary:
-                    self.open.input = self.blocks.reruns.note_input(args, kwargs)
+                    self.open.input = self.blocks.note_input(args, kwargs)
                     if self.open.is_measured:
-                        with self.blocks.measuring(self.open):
-                            return self.function(*args, **kwargs)
+                        return self.blocks.measured(self.open, self.function, args, kwargs)
             return self.function(*args, **kwargs)
+
+    @property
+    def runs_again(self) -> bool:  # type: ignore[override]
+        """True if the block runs again for its sums, or is held in less memory than kept gradients take."""
+        return self.open is not None or not self.keeps
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         self.blocks.choices.note_layer(self.index, slot.module)
-        if not self.blocks.gather(self.open, slot, contribution):
+        blocks, gathering = self.blocks, self.open
+        blocks.flush(but=gathering)
+        if gathering is None or not gathering.is_open:  # it is held
             super().add(slot, contribution)
+            return
+        blocks.gathering = gathering
+        self.engine.state.record(slot)
+        gathering.gathered.setdefault(slot, []).append(contribution)
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """Return the block's outputs, with their gradients watched."""
@@ -110,6 +120,22 @@ class BetweenBlocks(Recorder):
         super().add(slot, contribution)
 
 
+class RerunRecorder(Recorder):
+    """Recorder of a block that runs again for the parameters `slots`."""
+
+    sums_at_once = True
+    runs_again = True
+
+    def __init__(self, engine: Engine, slots: Sequence[Slot] = ()) -> None:
+        super().__init__(engine)
+        self.left: Left = {slot: [] for slot in slots}
+        self.wanted = frozenset(slots)
+
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        if slot in self.left:  # layers that backward came to when it had left the block are held
+            self.left[slot].append(contribution)
+
+
 class Boundary(torch.autograd.Function):
     """Identity at the end of a block: all gradients that its outputs receive pass through it before any layer."""
 
@@ -128,28 +154,19 @@ class Boundary(torch.autograd.Function):
 class CheckpointedBlocks:
     """Checkpointed blocks of an engine's model."""
 
-    def __init__(self, engine: BlockEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.choices = BlockChoices(engine.path_rules.budget)
-        self.reruns = BlockReruns(engine, self.choices)
+        self._devices = cuda_devices(engine.model)
+        self._numpy_state: Any = None  # where the micro-batch's forward began
+        self._draws_from_numpy = True
+        self._before: list[Any] = []  # what must not change between backward and the step: see `_changeable`
         self._calls = 0  # of this micro-batch
         self._trained: int | None = None  # parameters, in this micro-batch
         self._members: dict[int, set[Slot]] | None = None  # of the clipping rule's groups, in this micro-batch
         self._passes: list[BlockPass] = []
-        self._gathering: BlockPass | None = None
-        self._is_norming = False
+        self.gathering: BlockPass | None = None  # in which backward is
         engine.state.when_dropped(self.clear)
-
-    @property
-    def _block(self) -> CheckpointedBlock | None:
-        """The block whose layers run now."""
-        return self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
-
-    def runs_again(self) -> bool:
-        """Return whether layers that ask for their path are in a block that runs again for its sums, or is to."""
-        block = self._block
-        keeps = block is None or (block.open is None and block.keeps)
-        return self.reruns.is_running or self._is_norming or not keeps
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -164,10 +181,10 @@ class CheckpointedBlocks:
         self._calls = 0
         self._trained = self._members = None
         self.choices.begin_micro_batch()
-        self.reruns.begin_micro_batch()
+        self._numpy_state = state_of_numpy()
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        outer = self._block
+        outer = self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -181,7 +198,7 @@ class CheckpointedBlocks:
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
-        if self.engine.ranks.sharded and module_of(function) is None:
+        if module_of(function) is None and self.engine.ranks.gathers_weights:
             self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
         held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
         return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
@@ -201,7 +218,9 @@ class CheckpointedBlocks:
             return
         self.engine.path_rules.budget.begin_backward()
         samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)
-        if self._has_groups and self.choices.sum_at_once(block.index):
+        # The clipping rule may have groups that lie inside a block. A rank's part of their sums is made at the closing.
+        has_groups = len(self.engine.clip.bounds) > 1 and not self.engine.ranks.gathers_weights
+        if has_groups and self.choices.sum_at_once(block.index):
             apart = self.choices.apart.get(block.index) == shape
             self._begin_pass(block, before, shape, grads, summed=True, keeps_boundary=not apart)
             return
@@ -216,15 +235,30 @@ class CheckpointedBlocks:
         block.open = each = BlockPass(block.index, block.function, block.places, grads, **options)
         each.shape = shape
         if not self._passes:
-            self.reruns.note_model()
+            self._before = self._changeable()
+            self._draws_from_numpy = not is_same_state(self._numpy_state, state_of_numpy())
         each.input = before.input if before is not None else None  # torch may run it once for several passes
         self._passes.append(each)
         return each
 
-    @property
-    def _has_groups(self) -> bool:
-        """True if the clipping rule may have groups that lie inside a block. A shard's sums are made at the closing."""
-        return len(self.engine.clip.bounds) > 1 and not self.engine.ranks.sharded
+    def _changeable(self) -> list[Any]:
+        """Return what a block that runs again depends on: versions of weights, modes, precision of products."""
+        parameters, modules = self.engine.parameters, self.engine.model.modules()
+        rounding = operand_rounding(next(iter(parameters)).device)
+        return [rounding, [p._version for p in parameters], [module.training for module in modules]]
+
+    def refuse_changes(self, each: BlockPass) -> None:
+        """Raise UserError if a block that is about to run again would not do the same."""
+        if self._before != self._changeable():
+            raise UserError(
+                "a weight, train() or eval(), or the precision of float32 products was changed between backward and "
+                f"the optimizer step, which runs {self.choices.name(each.index)} again under this memory_budget; "
+                "change it after the step (docs/sharp-edges.md#changes-between-backward-and-step)"
+            )
+
+    def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
+        """Return a block's input when backward runs it. Forward ran it before, and may have drawn random numbers."""
+        return BlockInput.of(args, kwargs, self._devices, numpy_state=self._draws_from_numpy)
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """Return what a block's memory for a sample depends on: the shapes of its outputs, and the trained layers."""
@@ -232,26 +266,15 @@ class CheckpointedBlocks:
             self._trained = sum(p.requires_grad for p in self.engine.parameters)
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
-    @contextmanager
-    def measuring(self, each: BlockPass) -> Iterator[None]:
-        """Measure how much memory the block's forward adds when backward runs it."""
+    def measured(self, each: BlockPass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the block's function in backward, and measure how much memory that adds."""
         before = self.engine.path_rules.budget.allocated()
         try:
-            yield
+            return function(*args, **kwargs)
         finally:  # a checkpoint may end the run where nothing more is needed of it
             now = self.engine.path_rules.budget.allocated()
             if before is not None and now is not None:
                 each.activations = max(0, now.current - before.current)
-
-    def gather(self, gathering: BlockPass | None, slot: Slot, contribution: Contribution) -> bool:
-        """Take the contribution, if its block needs it. Return False if it is to be held."""
-        self.flush(but=gathering)
-        if gathering is None or not gathering.is_open:
-            return False
-        self._gathering = gathering
-        self.engine.state.record(slot)
-        gathering.gathered.setdefault(slot, []).append(contribution)
-        return True
 
     @torch.no_grad()
     def flush(self, but: BlockPass | None = None) -> None:
@@ -259,9 +282,9 @@ class CheckpointedBlocks:
 
         but: a pass that backward may still be in
         """
-        if self._gathering is None or self._gathering is but:
+        if self.gathering is None or self.gathering is but:
             return
-        done, self._gathering = self._gathering, None
+        done, self.gathering = self.gathering, None
         done.is_open = False
         if done.summed:
             if self._sum_now(done):
@@ -290,7 +313,7 @@ class CheckpointedBlocks:
     @contextmanager
     def _norming(self, done: BlockPass) -> Iterator[None]:
         """Take the fingerprint of what the block's layers left; then let several uses take the path of the sum."""
-        with no_autocast(next(iter(done.gathered)).parameter.device.type), temporarily(self, _is_norming=True):
+        with no_autocast(next(iter(done.gathered)).parameter.device.type), RerunRecorder(self.engine).entered():
             if done.input is not None:
                 done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
             yield
@@ -307,7 +330,7 @@ class CheckpointedBlocks:
         if not all(self._members[group] <= done.gathered.keys() for group in groups):
             return False
         with self._norming(done):
-            micro = engine.micro_batch(list(done.gathered.items()), groups=groups)
+            micro = engine.micro_batch(list(done.gathered.items()), engine.state.rows, groups=groups)
             done.close(micro.squared, groups)
             done.sums = list(micro.sums(into=None, factored=False))
             done.sensitivity = engine.clip.sensitivity()
@@ -319,7 +342,7 @@ class CheckpointedBlocks:
 
         The block need not recompute them, and those of all blocks are normed and summed at once.
         """
-        room = (done.input_bytes + done.grad_bytes) // 8
+        room = bytes_of(done.boundary) // 8
         sums = {slot: parts for slot, parts in done.gathered.items() if not any(part.saved for part in parts)}
         if len(sums) == len(done.gathered):
             return
@@ -333,7 +356,7 @@ class CheckpointedBlocks:
 
     def clear(self) -> None:
         """Drop the records of the micro-batch's backward passes."""
-        self._passes, self._gathering = [], None
+        self._passes, self.gathering = [], None
 
     def close(self) -> list[BlockPass]:
         """Take the norms of the backward passes through blocks that are to be run again, and return the passes."""

@@ -123,18 +123,31 @@ def gradient_of(part: Contribution) -> Tensor:
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-class ForwardState(NamedTuple):
-    """Random states, autocast and the default device at the beginning of a forward."""
+class BlockInput(NamedTuple):
+    """Arguments of a block, tensors without their history, and every other state that its forward depends on."""
 
+    leaves: list[Any]
+    spec: Any
+    versions: list[int | None]
+    own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
     random: RandomStates
     autocast: list[tuple[str, bool, torch.dtype]]
     default_device: torch.device
 
     @classmethod
-    def now(cls, devices: Sequence[torch.device], *, numpy_state: bool = True) -> ForwardState:
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], *, numpy_state: bool
+    ) -> BlockInput:
         """Take a snapshot; `numpy_state`: include NumPy's random state."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+        leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
+            leaves,
+            spec,
+            _versions(leaves),
+            own_bytes,
             RandomStates.now(devices, numpy_state=numpy_state),
             [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             torch.get_default_device(),
@@ -150,23 +163,6 @@ class ForwardState(NamedTuple):
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype if enabled else None))
             yield
-
-
-class BlockInput(NamedTuple):
-    """Arguments of a block: tensors without their history, and their versions."""
-
-    leaves: list[Any]
-    spec: Any
-    versions: list[int | None]
-    state: ForwardState
-    own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], state: ForwardState) -> BlockInput:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
-        leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return cls(leaves, spec, _versions(leaves), state, own_bytes)
 
 
 @dataclass(eq=False)
@@ -215,38 +211,14 @@ class BlockPass:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes in which the block computes, judged by its boundary and autocast."""
         assert self.input is not None
-        tensors = [each for each in (*self.grads, *self.input.leaves) if isinstance(each, Tensor)]
-        autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}
-        return autocast | {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        autocast = {dtype for _, enabled, dtype in self.input.autocast if enabled}
+        return autocast | {tensor.dtype for tensor in self.boundary if tensor.is_floating_point()}
 
     @property
-    def input_bytes(self) -> int:
-        return bytes_of(leaf for leaf in (self.input.leaves if self.input else ()) if isinstance(leaf, Tensor))
-
-    @property
-    def grad_bytes(self) -> int:
-        return bytes_of(grad for grad in self.grads if grad is not None)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the gradients that its layers were given."""
-        return bytes_of(gradient_of(part) for parts in self.gathered.values() for part in parts)
-
-    @property
-    def bytes_if_saved(self) -> int:
-        """Bytes of the layers' contributions if the block were held without kept gradients: x and g."""
-        return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
-
-    @property
-    def bytes_if_kept(self) -> int:
-        """Bytes of the layers' contributions if the block were held and each layer kept x and g, or its gradients."""
-        kept, others = 0.0, []
-        for part in (part for parts in self.gathered.values() for part in parts):
-            if part.decision is not None and part.decision.kept_if_held is not None:
-                kept += part.decision.kept_if_held
-            else:
-                others.append(part)
-        return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
+    def boundary(self) -> list[Tensor]:
+        """Its input and the gradients of its outputs."""
+        leaves = () if self.input is None else self.input.leaves
+        return [each for each in (*leaves, *self.grads) if isinstance(each, Tensor)]
 
     def run_again(self, anchor: Tensor, name: str) -> None:
         """Run the block forward and backward again: its layers give the engine their contributions once more."""
@@ -259,7 +231,7 @@ class BlockPass:
             )
         args, kwargs = pytree.tree_unflatten(self.input.leaves, self.input.spec)
         with torch.enable_grad():
-            with self.input.state.restored():
+            with self.input.restored():
                 outputs = pytree.tree_leaves(self.function(*args, **kwargs))
             pairs = [(outputs[at], g) for at, g in zip(self.places, self.grads, strict=True) if g is not None]
         del outputs, args, kwargs
@@ -276,10 +248,6 @@ def module_of(function: Any) -> nn.Module | None:
         function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _tensors(part: Contribution) -> tuple[Tensor, ...]:
-    return part.saved or (part.materialise(),)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

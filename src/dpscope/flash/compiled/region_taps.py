@@ -1,4 +1,4 @@
-"""Taps on what is compiled: the root, and modules around the model or inside it that torch.compile has wrapped."""
+"""Taps on the root, and on modules around the model or inside it that torch.compile has wrapped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dpscope.flash.compiled.regions import CallShapes, CompiledEngine, Region
-from dpscope.flash.taps.root_taps import RootTap
+from dpscope.errors import UserError
+from dpscope.flash.compiled.regions import CallShapes, Region
+from dpscope.flash.sample_rows.proxy import NotFollowed
+from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import EngineTap
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.frames import is_wrapper, original_of, set_callback, skip_frame, uncompiled
+from dpscope.flash.torch_side.frames import is_wrapper, original_of, outside_graphs, set_callback, skip_frame
 from dpscope.flash.torch_side.instance_method import instance_method
 from dpscope.flash.torch_side.torch_version import require_for_compiled
 
@@ -23,21 +25,40 @@ COMPILE_FIRST = (
 )
 
 
-class RootRegionTap(RootTap):
-    """The root's forward, which may be compiled after the model was made private."""
+class RootTap(EngineTap):
+    """The root's forward, which may be compiled at any time: it tells that a pass begins, and with how many samples."""
 
     entered = False  # in a graph: whether the pass has begun outside of it
 
-    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.region = Region(engine, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        if self.entered or not torch.is_grad_enabled():
+        in_graph = torch.compiler.is_compiling()
+        if not torch.is_grad_enabled() or (in_graph and self.entered):
             return self.original(*args, **kwargs)
-        return run_outside(self, args, kwargs)
+        return run_outside(self, args, kwargs) if in_graph else self.run(self.original, args, kwargs)
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        instead: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run a pass of the model. `instead`: what is called in place of its forward."""
+        _clear_what_is_compiled()
+        try:
+            return self.engine.forwards.call_root(forward, args, kwargs, instead=instead)
+        except UserError as refusal:
+            if isinstance(refusal, self.engine.refusal):
+                raise
+            raise self.engine.refusal(str(refusal)) from refusal
+        except NotFollowed as end:
+            if self.engine.forwards.can_begin_again:
+                raise
+            raise self.engine.refusal(str(end)) from None
 
     def run_region(
         self, region: Region, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -53,10 +74,6 @@ class RootRegionTap(RootTap):
         require_for_compiled()
         return self.run(region.eager, args, kwargs, instead=in_region)
 
-    def run(self, *args: Any, **options: Any) -> Any:
-        _clear_what_is_compiled()
-        return super().run(*args, **options)
-
 
 def _clear_what_is_compiled() -> None:
     """Make `torch.compile(model).zero_grad()` call the model's own, which may be a `ZeroGradTap`.
@@ -65,17 +82,36 @@ def _clear_what_is_compiled() -> None:
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and "zero_grad" not in vars(compiler.OptimizedModule):
-        compiler.OptimizedModule.zero_grad = _zero_grad_of_the_original
+        compiler.OptimizedModule.zero_grad = lambda self, set_to_none=True: self._orig_mod.zero_grad(set_to_none)
 
 
-def _zero_grad_of_the_original(compiled: Any, set_to_none: bool = True) -> None:
-    compiled._orig_mod.zero_grad(set_to_none)
+class ZeroGradTap(EngineTap):
+    """The root's zero_grad, which also drops records of backward passes that were not summed.
+
+    The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
+    """
+
+    attribute = "zero_grad"
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        super().__init__(engine, "", module)
+        # torch's own walks over all modules, which takes milliseconds in a large model.
+        self.parameters = list(module.parameters()) if type(module).zero_grad is nn.Module.zero_grad else None
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if not self.engine.zero_grad(set_to_none):
+            return
+        if self.parameters is None or not set_to_none:
+            self.original(set_to_none)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class RegionTap(EngineTap):
     """Tap on the forward of the module that torch.compile(module) returns."""
 
-    def __init__(self, engine: CompiledEngine, name: str, module: nn.Module, root: RootRegionTap) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
         super().__init__(engine, name, module)
         require_for_compiled()
         inner = original_of(module)
@@ -102,7 +138,7 @@ class CompiledCallTap(RegionTap):
     attribute: ClassVar[str] = "_compiled_call_impl"
 
 
-def region_taps(engine: CompiledEngine, given: nn.Module, root: RootRegionTap) -> list[RegionTap]:
+def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
     """Return taps for compiled parts, around the model (`given`) and inside it, that have none yet."""
     found = []
     for name, module in given.named_modules():
@@ -115,7 +151,7 @@ def region_taps(engine: CompiledEngine, given: nn.Module, root: RootRegionTap) -
 # -- the root's forward as one frame -----------------------------------------------------------------------------------
 
 
-def _run_outside(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_outside(tap: RootTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the tap's work uncompiled. The forward inside it is compiled as one frame.
 
     Called where torch.compile looks at every new frame, and itself skipped by it. Until the callback is restored, this
@@ -142,8 +178,8 @@ def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return forward(*args, **kwargs)
 
 
-@uncompiled(COMPILE_FIRST)
-def _run_eagerly(tap: RootRegionTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@outside_graphs(COMPILE_FIRST)
+def _run_eagerly(tap: RootTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap.run_region(tap.region, tap.original, args, kwargs)
 
 

@@ -16,13 +16,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.compiled.traced import GraphCalls, GraphRecorder, Leaves
+from dpscope.flash.compiled.traced import GraphCalls, Leaves
 from dpscope.flash.sample_rows.snapshots import untouched
 from dpscope.flash.taps.recorder import Engine, Recorder, is_recording, note_call
 from dpscope.flash.taps.taps import LayerTap, Spec
@@ -31,14 +31,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nodes_behind
 from dpscope.flash.torch_side.checkpoint_calls import watching
-
-_TICKET = Spec((), torch.float32)
-
-
-class CompiledEngine(Engine, Protocol):
-    """Interface of the engine for compiled parts of its model."""
-
-    graphs: GraphRecorder
+from dpscope.flash.torch_side.frames import eagerly
 
 
 class TappedCall(NamedTuple):
@@ -51,15 +44,16 @@ class TappedCall(NamedTuple):
     checkpointed: bool
 
     def leaves(self) -> list[Spec]:
-        """Return shapes and dtypes of its capture leaves."""
-        ticket = [_TICKET] if self.checkpointed else []
-        return [_as_leaf(piece) for piece in self.pieces if piece is not None] + ticket
+        """Return shapes and dtypes of its capture leaves. No graph gives integers out as a gradient."""
+        pieces = [piece for piece in self.pieces if piece is not None]
+        leaves = [each if each.dtype.is_floating_point else Spec(each.shape, torch.float64) for each in pieces]
+        return [*leaves, Spec((), torch.float32)] if self.checkpointed else leaves  # in a checkpoint, a ticket too
 
 
 class CallShapes(Recorder):
     """Recorder of the shapes of every tapped call in an eager run without gradients."""
 
-    def __init__(self, engine: CompiledEngine, batch: int) -> None:
+    def __init__(self, engine: Engine, batch: int) -> None:
         super().__init__(engine)
         self.batch = batch
         self.calls: list[TappedCall] = []
@@ -67,34 +61,27 @@ class CallShapes(Recorder):
         self.complete = True  # of each layer's calls it is known that rows are samples
 
     def call_without_gradients(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        (x,) = (*args, *kwargs.values())
-        return self._call(tap, x)
-
-    def _call(self, tap: LayerTap, x: Tensor) -> Any:
         """Run a layer on x as a graph would: an output that all samples share has a row for each."""
+        (x,) = (*args, *kwargs.values())
         live = tap.live()
         if True not in live:
             return tap.original(x)
         blocks = tap.blocks_in(x, self.batch)
         if blocks is not None:
-            return self._call(tap, blocks).flatten(0, 1)
+            return self.call_without_gradients(tap, (blocks,), {}).flatten(0, 1)
         tap.admit(x)
         shared = x.shape[0] == 1 != self.batch
         y: Tensor = tap.call_original(x)
-        self._note(tap, x, y, live, shared=shared)
+        if tap.is_traceable() and x.shape[0] in (1, self.batch):
+            if self.batch > 1 and x.dim() not in (tap.shared if shared else tap.known):
+                self.complete = False
+            else:
+                x = tap.prepare(x)
+                of_x, of_y = (Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y))  # a row for each
+                pieces = tap.piece_specs(of_x, of_y, live)
+                given = Spec(tuple(x.shape), x.dtype)
+                self.calls.append(TappedCall(tap, given, pieces, x.device, self.checkpoints > 0))
         return y.expand(self.batch, *y.shape[1:]) if shared and y.dim() and y.shape[0] == 1 else y
-
-    def _note(self, tap: LayerTap, x: Tensor, y: Tensor, live: Sequence[bool], *, shared: bool) -> None:
-        if not tap.is_traceable() or x.shape[0] not in (1, self.batch):
-            return
-        if self.batch > 1 and x.dim() not in (tap.shared if shared else tap.known):
-            self.complete = False
-            return
-        x = tap.prepare(x)
-        of_x, of_y = (Spec((self.batch, *each.shape[1:]), each.dtype) for each in (x, y))  # a row for each sample
-        pieces = tap.piece_specs(of_x, of_y, live)
-        call = TappedCall(tap, Spec(tuple(x.shape), x.dtype), pieces, x.device, self.checkpoints > 0)
-        self.calls.append(call)
 
     def note_checkpoint(self, checkpoint: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         self.checkpoints += 1
@@ -102,15 +89,6 @@ class CallShapes(Recorder):
             return checkpoint(function, *args, **kwargs)
         finally:
             self.checkpoints -= 1
-
-
-def _as_given(piece: Tensor, spec: Spec) -> Tensor:
-    return piece if spec.dtype.is_floating_point else piece.to(spec.dtype)
-
-
-def _as_leaf(piece: Spec) -> Spec:
-    """Return shape and dtype of the capture leaf for a piece. No graph gives integers out as a gradient."""
-    return piece if piece.dtype.is_floating_point else Spec(piece.shape, torch.float64)
 
 
 class CallPlan:
@@ -142,7 +120,7 @@ class Handout:
     reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
     """
 
-    def __init__(self, engine: CompiledEngine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
+    def __init__(self, engine: Engine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
         self.engine = engine
         self._plan = plan
         self._reached = reached
@@ -166,13 +144,10 @@ class Handout:
                 self.used[tap] = tap.graph_calls.used
                 tap.graph_calls = earlier
             self.engine.graphs.last_cast.clear()
-            self._note_parameters()
-
-    def _note_parameters(self) -> None:
-        verification = self.engine.verification
-        if verification.followed:
-            used = [call.tap for call in self.calls if call.checkpointed or self.used[call.tap]]
-            verification.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
+            if (verification := self.engine.verification).followed:
+                used = [call.tap for call in self.calls if call.checkpointed or self.used[call.tap]]
+                held = {slot.parameter for tap in used for slot in tap.slots if slot is not None}
+                verification.held_by_graphs.update(held)
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:
@@ -188,21 +163,41 @@ class Handout:
                 size = len(call.leaves())
                 arrived = [each for each in (left.pop() for _ in range(size)) if each is not None]
                 if len(arrived) == size:
-                    self._record(call, arrived, tickets)
+                    if call.checkpointed:
+                        tickets.append((tap, arrived.pop()))
+                    # Lazily negated: kernels that read memory by its address would see the other sign.
+                    pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
+                    arrived.clear()
+                    # A graph may give one tensor out for two calls, and integers as float64.
+                    found = [
+                        None
+                        if spec is None
+                        else next(pieces)
+                        if spec.dtype.is_floating_point
+                        else next(pieces).to(spec.dtype)
+                        for spec in call.pieces
+                    ]
+                    tap.record(found, owned=False)
+                    del pieces, found
                 elif arrived:
                     self._refuse_lost(tap)
                 elif call.checkpointed or seen[tap] <= self.used[tap]:
                     missing.append(call)
                 del arrived
-        if tickets:
-            self._check_tickets(tickets)
+        counts = torch.stack([ticket for _, ticket in tickets]).tolist() if tickets else []
+        for (tap, _), count in zip(tickets, counts, strict=True):
+            if count != 1:
+                raise UserError(
+                    f"{tap.name} was called {count:g} times in a compiled checkpoint, but once when the model was "
+                    "tried out, so its calls cannot be told apart: leave it out with torch.compiler.disable"
+                )
         if missing:
             self._check_missing(missing)
 
     def _check_missing(self, missing: list[TappedCall]) -> None:
         """Check that calls without a record in backward are calls that autograd does not reach, compiled or not."""
         new = [call for call in missing if call not in self._plan.unreached]
-        if new and self.engine.ranks.sharded:  # an eager run would wait for ranks that do not do one
+        if new and self.engine.ranks.gathers_weights:  # an eager run would wait for ranks that do not do one
             self._refuse_lost(new[0].tap)
         if new:
             reached, lost = self._reached(), Counter(call.tap for call in missing)
@@ -211,25 +206,6 @@ class Handout:
                 if reached[tap] > calls - count:
                     self._refuse_lost(tap)
             self._plan.unreached.update(new)
-
-    def _record(self, call: TappedCall, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
-        if call.checkpointed:
-            tickets.append((call.tap, arrived.pop()))
-        # Lazily negated: kernels that read memory by its address would see the other sign.
-        pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
-        arrived.clear()
-        # A graph may give one tensor out for two calls, and integers as float64.
-        found = [None if spec is None else _as_given(next(pieces), spec) for spec in call.pieces]
-        call.tap.record(found, owned=False)
-
-    def _check_tickets(self, tickets: list[tuple[LayerTap, Tensor]]) -> None:
-        counts = torch.stack([ticket for _, ticket in tickets]).tolist()
-        for (tap, _), count in zip(tickets, counts, strict=True):
-            if count != 1:
-                raise UserError(
-                    f"{tap.name} was called {count:g} times in a compiled checkpoint, but once when the model was "
-                    "tried out, so its calls cannot be told apart: leave it out with torch.compiler.disable"
-                )
 
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
@@ -275,7 +251,7 @@ MOST_PLANS = 16
 class Region:
     """Compiled part of a model. `eager` is the module that was compiled."""
 
-    def __init__(self, engine: CompiledEngine, eager: Callable[..., Any]) -> None:
+    def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
         self.engine = engine
         self.eager = eager
         self._plans: dict[Any, CallPlan] = {}
@@ -318,8 +294,7 @@ class Region:
 
     def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counter[LayerTap]:
         """Count how often autograd reaches each tap from the outputs of an eager run."""
-        eagerly = torch.compiler.set_stance("force_eager")
-        with temporarily(self.engine.forwards, rerunning=True), torch.enable_grad(), eagerly:
+        with temporarily(self.engine.forwards, rerunning=True), torch.enable_grad(), eagerly():
             output = self._run_eagerly(args, kwargs)
         nodes = nodes_behind(tensors_in(output))
         return Counter(node.tap for node in nodes if isinstance(getattr(node, "tap", None), LayerTap))

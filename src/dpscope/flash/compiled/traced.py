@@ -42,31 +42,28 @@ class _TraceVersions:
     def __init__(self) -> None:
         self._traces: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._last: str = ""
+        self.last = ""
 
     def look(self, context: Any) -> None:
         """Note the version of the caller's local variable x; in a trace, of its fake tensor."""
         try:
             fake = context.get_local("x").as_fake()
             trace = self._traces.setdefault(fake.fake_mode, next(self._numbers))
-            self._last = f"{trace}.{fake._version}"
+            self.last = f"{trace}.{fake._version}"
         except Exception:  # a version of torch that does not tell: a tensor is then never the one before
-            self._last = f"? {next(self._numbers)}"
-
-    def last(self) -> str:
-        return self._last
+            self.last = f"? {next(self._numbers)}"
 
 
 _versions = _TraceVersions()
 
 
-def _look(context: Any) -> None:
-    _versions.look(context)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _version_seen() -> str:
-    return _versions.last()
+    return _versions.last
+
+
+def _look(context: Any) -> None:
+    _versions.look(context)
 
 
 class GraphCast:
@@ -114,18 +111,15 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx, *pieces = ctx.tap.gradients(ctx, g)
-        given = [_as_gradient(piece) for piece in pieces if piece is not None]
+        # A graph gives no integers out as a gradient. float64 holds those of any table of embeddings.
+        left = [piece for piece in pieces if piece is not None]
+        given = [piece if piece.is_floating_point() else piece.to(torch.float64) for piece in left]
         if len(given) < len(ctx.dtypes):
             given.append(torch.ones((), dtype=torch.float32, device=g.device))
         # Autograd would round a gradient to its capture leaf's dtype in silence.
         for piece, dtype in zip(given, ctx.dtypes, strict=True):
             assert torch.promote_types(piece.dtype, dtype) == dtype
         return None, dx, None, None, *given
-
-
-def _as_gradient(piece: Tensor) -> Tensor:
-    """Return a piece that a graph can give out as a gradient. float64 holds the integers of any table of embeddings."""
-    return piece if piece.is_floating_point() else piece.to(torch.float64)
 
 
 class GraphCalls:
@@ -191,15 +185,12 @@ class GraphRecorder(Recorder):
         if not torch.is_grad_enabled() or True not in live:
             return tap.original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
-        return self._call(tap, x, live)
-
-    def _call(self, tap: LayerTap, x: Tensor, live: tuple[bool, ...]) -> Any:
         calls = tap.graph_calls
         if calls is None or calls.used >= len(calls.leaves):
             return break_graph(tap, (x,), {})
         like, leaves, last = calls.leaves[calls.used]
         if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
-            return self._call(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
+            return self.call(tap, (x.reshape(like.shape[0], like.shape[1], *x.shape[1:]),), {}).flatten(0, 1)
         given, x = x, tap.prepare(x)
         if x.shape != like.shape or x.dtype != like.dtype:
             return break_graph(tap, (given,), {})

@@ -93,19 +93,15 @@ def explain_slots(
         if len(slot.contributions) > 1:
             path, why = "", "used several times since the last step: decided when the micro-batch is closed"
         shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
-        took = _measured(slot, found) if measured and path and slot.kind == Outer.kind else ""
+        took = ""
+        if measured and path and slot.kind == Outer.kind:
+            assert slot.decision is not None and slot.decision.dtype is not None
+            product = slot.shapes["x"], slot.shapes["g"][-1], slot.decision.dtype, slot.parameter.device
+            if product not in found:
+                found[product] = ", ".join(f"{path} {_in_words(taken)}" for path, taken in time_paths(*product).items())
+            took = found[product]
         rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, took, why))
     return PathTable(rows, blocks, padding)
-
-
-def _measured(slot: Slot, found: dict[object, str]) -> str:
-    """Describe the measured times of the paths of a product of this shape."""
-    assert slot.decision is not None and slot.decision.dtype is not None
-    product = slot.shapes["x"], slot.shapes["g"][-1], slot.decision.dtype, slot.parameter.device
-    if product not in found:
-        seconds = time_paths(*product)
-        found[product] = ", ".join(f"{path} {_in_words(took)}" for path, took in seconds.items())
-    return found[product]
 
 
 def _in_words(seconds: float) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.gradients.paths import DIRECT, GRAM, RANK1, exact_path
+from dpscope.flash.gradients.slots import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
@@ -86,17 +86,10 @@ class SquaredNorms:
         without: places of parameters that are counted already
         """
         for index, (of_one, group) in enumerate(zip(parts, groups, strict=True)):
-            part = of_one[0]
             if index in without:
                 continue
-            alone = len(of_one) == 1
-            truncates = self._reads_tf32 and alone  # a Gram norm is exact for operands that TF32 holds
-            if truncates and type(part) is Outer and part.g.dtype == torch.float32 and part.decision.path == GRAM:
-                part = self._truncate(part)
-                parts[index] = (part,)
-                self._share(group, part)
-            elif alone and part.decision is None:  # as most are, of hundreds in a step
-                self.add_part(group, part)
+            if len(of_one) == 1 and of_one[0].decision is None:  # as most are, of hundreds in a step
+                self.add_part(group, of_one[0])
             else:
                 parts[index] = self.add_parts(group, of_one)
 
@@ -104,8 +97,18 @@ class SquaredNorms:
         """Count one parameter's contributions. Return what is kept of them from now on."""
         parts = as_summed(parts)
         if len(parts) == 1:
-            self.add_part(group, parts[0])
-            return parts
+            part = parts[0]
+            if (
+                self._reads_tf32
+                and type(part) is Outer
+                and part.decision.path == GRAM
+                and part.g.dtype == torch.float32
+            ):
+                part = self._truncate(part)  # a Gram norm is exact for operands that TF32 holds
+                self._share(group, part)
+            else:
+                self.add_part(group, part)
+            return (part,)
         lookup, outer = cast("tuple[Lookup, Outer]", parts)
         if outer.decision.path == DIRECT:
             self.add_row(group, tied_norms_squared(lookup, outer))
@@ -211,11 +214,6 @@ class GroupedKept:
             total = total.to(self._dtypes[0])
         parts = zip(torch.split(total, self._sizes), self._shapes, self._dtypes, strict=True)
         return [part.view(shape).to(dtype) for part, shape, dtype in parts]
-
-
-def is_small(values: Tensor) -> bool:
-    """Return True if per-sample gradients are small enough to be put beside others."""
-    return len(values) > 0 and 0 < values[0].numel() <= MOST_EACH
 
 
 @device_cache(maxsize=256)

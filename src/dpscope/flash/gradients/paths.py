@@ -345,13 +345,18 @@ class PathRules:
     """Rules by which an engine chooses: a path forced on every layer, or the cheapest for which there is room.
 
     reduced     gradients travel block by block
-    runs_again  whether the layers that ask are in a checkpointed block that runs again, or is to
+    runs_again  tells whether the layers that ask are in a checkpointed block that runs again, or is to
     """
 
-    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, reduced: bool = False) -> None:
-        self.forced = forced
-        self.reduced = reduced
-        self.runs_again: Callable[[], bool] = bool
+    def __init__(
+        self,
+        forced: str | None = None,
+        budget: MemoryBudget | None = None,
+        *,
+        reduced: bool = False,
+        runs_again: Callable[[], bool] = bool,
+    ) -> None:
+        self.forced, self.reduced, self.runs_again = forced, reduced, runs_again
         self.budget = budget or MemoryBudget(LEAN, ())
         # By the address of an x that a layer has read in this micro-batch: that x, while it lives, and the layer.
         self.readers: dict[int, tuple[ref[Tensor], Any]] = {}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,19 +59,19 @@ class Settings(NamedTuple):
     @classmethod
     def of(cls, optimizer: DPFlashOptimizer, loss: Callable[..., Tensor]) -> Settings:
         engine = optimizer.engine
-        kind = device_of(engine).type
-        held = [vars(module) for module in engine.modules]
+        kind, modules = device_of(engine).type, engine.verification.options.modules
+        held = [vars(module) for module in modules]
         inside = [own[name] for own in held for name in CONTENTS]
         objects = [
             *chain.from_iterable(map(dict.values, chain(held, inside, GLOBAL_HOOKS))),
             *(parameter.requires_grad for parameter in engine.parameters),
             *engine.verification.options.values(),  # of objects that modules hold, too
-            *held_by(loss, {id(module) for module in engine.modules}),
+            *held_by(loss, {id(module) for module in modules}),
             *(value for name, value in vars(engine.clip).items() if name != "bounds"),  # which replays are given
             engine.clip,
             engine.loss_reduction,
             engine.loss_scale,
-            engine.taps,
+            engine.attachment.taps,  # tapping the model again makes a new list
             optimizer.noise_multiplier == 0,
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
@@ -80,7 +80,7 @@ class Settings(NamedTuple):
         ]
         buffers = (buffer for own in held for buffer in own["_buffers"].values() if buffer is not None)
         addresses = map(Tensor.data_ptr, chain(engine.parameters, buffers))
-        return cls(objects, [len(engine.taps), torch.get_float32_matmul_precision(), *addresses])
+        return cls(objects, [len(engine.attachment.taps), torch.get_float32_matmul_precision(), *addresses])
 
     def is_same(self, other: Settings) -> bool:
         if self.values != other.values or len(self.objects) != len(other.objects):
@@ -105,14 +105,14 @@ def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[
     if isinstance(value, partial):
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
-        names = _names_in(value.__func__)
+        names = getattr(getattr(value.__func__, "__code__", None), "co_names", ())
         parts = [value.__self__, value.__func__]
     elif isinstance(value, nn.Module):
         own = vars(value)
         parts = [*own.values(), *(part for name in CONTENTS for part in own[name].values())]
     elif _is_own(value) and isinstance(value, FunctionType):
-        names = _names_in(value)
-        around = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        names = value.__code__.co_names
+        around = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # filled ones
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         parts = [*around, *(value.__globals__.get(name) for name in names), *defaults]
     elif _is_own(value) and not isinstance(value, (type, ModuleType, Tensor)) and hasattr(value, "__dict__"):
@@ -120,18 +120,6 @@ def held_by(value: Any, known: set[int], names: Sequence[str] = ()) -> Iterator[
     yield from parts
     for part in parts:
         yield from held_by(part, known, names)
-
-
-def _names_in(function: Any) -> Sequence[str]:
-    code = getattr(function, "__code__", None)
-    return () if code is None else code.co_names
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _is_own(value: Any) -> bool:
@@ -180,7 +168,7 @@ class CapturedStep:
                 raise _not_captured(str(refusal)) from refusal
             except RuntimeError as error:
                 raise _not_captured(str(error).partition("\n")[0]) from error
-            self._batch = engine.captured()
+            self._sums, self._clipped = engine.captured()
         if (changed := options.changed_since(before)) is not None:
             raise _not_captured(f"forward changes {changed!r}, which would stay as it is in replays")
         if not random_states.equals(RandomStates.now()):
@@ -207,18 +195,19 @@ class CapturedStep:
         with torch.no_grad():
             for static, given in zip(tensors_in(self._call), tensors_in(call), strict=True):
                 static.copy_(given, non_blocking=True)
-            self._static.fill(self.size if rows is None else rows.real)
+            real = self.size if rows is None else rows.real
+            self._static.fill(real)
             self.engine.count_replay(self.size, rows)
             if self.update is None:
                 self._replay()
             else:
                 self.optimizer.replay_update(self.update, self._replay)
-            self.engine.take_replayed(self._batch, self.size, rows)
+            self.engine.take_replayed(self._sums, self._clipped, real)
             return self._loss.clone()
 
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
         """Return whether the sum is the one that this graph fills."""
-        return self._batch.sums.get(parameter) is total
+        return self._sums.get(parameter) is total
 
 
 def _not_captured(reason: str) -> UserError:
@@ -272,16 +261,23 @@ class GraphedStep:
         if not has_graphs(device_of(engine)) or engine.rows_are_grouped:
             return None, rows, plain
         self._require_tensors(plain)
-        size = rows.size if rows is not None else self._size_of(plain)
+        count = engine.forwards.batch_size_of
+        size = rows.size if rows is not None else rows_of(leaves_in(plain)[0]) if count is None else count(*plain)
         engine.forwards.close_recorded()  # of a backward pass by hand, whose sums this batch is added to
         base, is_added = self._base()
-        whole = not is_added and self.optimizer.next_ends_step(rows is not None and rows.more)
+        whole = not is_added and not (
+            self.optimizer._check_skip_next_step(pop_next=False) or (rows is not None and rows.more)
+        )  # it ends its logical batch
         key = _sizes(plain), size, id(base), whole
         if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
             return None, rows, plain
         if key not in self._captured:
             try:
-                self._captured[key] = self._capture(plain, size, rows, base, whole)
+                if self._pool is None and torch.cuda.is_available():
+                    self._pool = torch.cuda.graph_pool_handle()
+                self._captured[key] = CapturedStep(
+                    self.optimizer, self.loss, plain, size, rows, base=base, whole=whole, pool=self._pool
+                )
             except NotVerified:
                 engine.verification.schedule.begin_again()
                 return None, rows, plain
@@ -314,28 +310,20 @@ class GraphedStep:
             self._captured = {at: each for at, each in self._captured.items() if captured not in (each, each.base)}
             self._seen[key] = self._warmup
             self._warm.clear()
-            self._note_change()
+            self._changes += 1
+            if self._changes == MOST_CHANGES and self.replays < 4 * MOST_CHANGES:  # graphs do not pay off
+                warnings.warn(
+                    "the step is captured again and again, because the model, the optimizer or a variable of the loss "
+                    "changes between steps: give the loss numbers that change as tensors, among its arguments",
+                    stacklevel=4,
+                )
         return self._seen[key] > self._warmup or key[0] in self._warm
-
-    def _note_change(self) -> None:
-        """Warn if graphs are discarded so often that they do not pay off."""
-        self._changes += 1
-        if self._changes == MOST_CHANGES and self.replays < 4 * MOST_CHANGES:
-            warnings.warn(
-                "the step is captured again and again, because the model, the optimizer or a variable of the loss "
-                "changes between steps: give the loss numbers that change as tensors, among its arguments",
-                stacklevel=5,
-            )
 
     def _base(self) -> tuple[CapturedStep | None, bool]:
         """Return the capture whose sums the engine holds, if any, and whether the engine holds sums."""
         for parameter, total in self.engine.running_sums.items():
             return next((each for each in self._captured.values() if each.holds(parameter, total)), None), True
         return None, False
-
-    def _size_of(self, call: tuple[Any, Any]) -> int:
-        count = self.engine.forwards.batch_size_of
-        return rows_of(leaves_in(call)[0]) if count is None else count(*call)
 
     def _require_tensors(self, call: tuple[Any, Any]) -> None:
         """Refuse arguments that cannot be replaced for each replay of a graph."""
@@ -352,13 +340,6 @@ class GraphedStep:
                     f"a graphed step was given a tensor on {tensor.device}: move the batch to the model's device first "
                     "(x.to(device, non_blocking=True))"
                 )
-
-    def _capture(
-        self, call: tuple[Any, Any], size: int, rows: Rows | None, base: CapturedStep | None, whole: bool
-    ) -> CapturedStep:
-        if self._pool is None and torch.cuda.is_available():
-            self._pool = torch.cuda.graph_pool_handle()
-        return CapturedStep(self.optimizer, self.loss, call, size, rows, base=base, whole=whole, pool=self._pool)
 
     def _eagerly(self, call: tuple[Any, Any]) -> Tensor:
         args, kwargs = call

@@ -43,7 +43,7 @@ from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
-from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.torch_side.instance_method import instance_method
 
 
@@ -94,7 +94,7 @@ _Places = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
 
-@uncompiled("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
+@outside_graphs("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with proxies among its operands and return its result."""
     name = getattr(func, "__name__", "")

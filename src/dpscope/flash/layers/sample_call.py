@@ -20,6 +20,7 @@ from dpscope.errors import UserError
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
 # What a forward may return besides tensors.
@@ -173,7 +174,7 @@ class SampleCall:
         given = {parameter_key(key): buffer.clone() for key, buffer in buffers.items()}
         replaced = {**given, **parameters}
         untouched = token(values)
-        with uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
+        with uncached_parametrizations(), eagerly():  # modules inside may be compiled
             output, changes = functional_call(self.tap.functional, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()

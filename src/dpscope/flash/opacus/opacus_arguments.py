@@ -18,7 +18,7 @@ from dpscope.flash.engine import LOSS_REDUCTIONS, FlashEngine
 from dpscope.flash.layers.plan import Ladder
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.layout import layout_of
-from dpscope.flash.taps.root_taps import RootTap
+from dpscope.flash.taps.taps import EngineTap
 from dpscope.flash.torch_side.frames import original_of, require_module
 from dpscope.flash.torch_side.instance_method import instance_method
 
@@ -118,7 +118,7 @@ def is_valid(module: nn.Module) -> bool:
 def detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
     """Detach the engine of an earlier make_private of the same model and optimizer; refuse a second optimizer."""
     taps = (instance_method(each) for each in module.modules())
-    previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
+    previous = next((tap.engine for tap in taps if isinstance(tap, EngineTap)), None)
     if previous is None:
         return
     mine = previous.model in (original_of(module), getattr(module, "module", None))

@@ -44,7 +44,7 @@ from dpscope.flash.opacus.opacus_arguments import (
 from dpscope.flash.opacus.privacy_spent import Spending, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
-from dpscope.flash.ranks.ranks import refusing_together, reshard
+from dpscope.flash.ranks.ranks import refusing_together
 from dpscope.flash.ranks.sampling import loader_of_rank
 from dpscope.flash.sample_rows.forward_passes import BatchSizeOf
 from dpscope.flash.torch_side.attributes import temporarily
@@ -55,21 +55,6 @@ OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, 
 USED_NOISE_KEYS = "dpscope_used_noise_keys"  # in checkpoints of runs with a noise generator
 # What make_private_with_epsilon hands to the search for the noise multiplier and to the accountant.
 ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
-
-
-class FlashHooks:
-    """Handle that make_private(wrap_model=False) returns beside the optimizer. The model is used as before."""
-
-    def __init__(self, engine: FlashEngine) -> None:
-        self.engine = engine
-
-    def forbid_grad_accumulation(self) -> None:
-        """Allow one backward pass a step. Opacus's make_private calls this under Poisson sampling."""
-        self.engine.state.forbid_accumulation()
-
-    def cleanup(self) -> None:
-        """Restore the model."""
-        self.engine.detach()
 
 
 class PrivacyEngine(OpacusPrivacyEngine):
@@ -97,7 +82,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     flash_engine: FlashEngine | None = None
     spending: Spending | None = None  # of the last make_private: steps, draws, and what makes ε doubtful
-    _prepared: FlashHooks | None = None
+    _prepared: FlashEngine | None = None
     # Of the call of make_private that runs:
     _engine_options: Mapping[str, Any] = MappingProxyType({})
     _pad_batches: PadBatches = False
@@ -166,7 +151,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
         clipping = kwargs.pop("clipping", "flat")
         options = {name: kwargs.pop(name) for name in options_of(clipping) if name in kwargs}
         require_module(module)
-        reshard(module)
         try:
             with refusing_together(module):
                 rule = make_rule(clipping, kwargs["max_grad_norm"], **options)
@@ -187,16 +171,16 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 self._prepared.cleanup()
                 self._prepared = None
             raise
-        hooks, self._prepared = self._prepared, None
+        self._prepared = None
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
-        engine.remove_on_detach(_accept_opacus_names(module))
+        engine.attachment.hooks.append(_accept_opacus_names(module))
         self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         optimizer.accountant = self.accountant
         self.spending = Spending(optimizer.step_hook, self._counted_sampler)
         optimizer.attach_step_hook(self.spending)
         warn_of_untrained(engine, optimizer)
-        return module if wrap_model else hooks, optimizer, loader
+        return module if wrap_model else engine, optimizer, loader
 
     def make_private_with_epsilon(
         self,
@@ -353,27 +337,24 @@ class PrivacyEngine(OpacusPrivacyEngine):
         except UserError as refusal:
             raise UnsupportedModelError(str(refusal)) from None
         engine.refusal = UnsupportedModelError
-        self._prepared = FlashHooks(engine)
-        return self._prepared
+        self._prepared = engine
+        return engine
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
         poisson = kwargs["poisson_sampling"]
-        loader = self._sampling_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        ranks = None if self._prepared is None else self._prepared.ranks
+        several = ranks is not None and ranks.several
+        if several and kwargs.get("rand_on_empty"):
+            raise MADE_UP_RANKS.error()
+        distributed = distributed and not several
+        loader = super()._prepare_data_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        if ranks is not None and several:
+            ranks.control.shares_given = 0
+            loader = loader_of_rank(loader, ranks.control) if poisson else loader
         self._counted_sampler = loader.batch_sampler if poisson else None
         if poisson:
             count_draws(loader.batch_sampler)
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
-
-    def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
-        """Return the loader with the requested sampling, and this rank's share of it."""
-        ranks = None if self._prepared is None else self._prepared.engine.ranks
-        if ranks is None or not ranks.several:
-            return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
-        if kwargs.get("rand_on_empty"):
-            raise MADE_UP_RANKS.error()
-        loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
-        ranks.control.shares_given = 0
-        return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
         if grad_sample_mode != FLASH:
@@ -381,16 +362,16 @@ class PrivacyEngine(OpacusPrivacyEngine):
         assert self._prepared is not None
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        self._prepared.engine.ranks.agree_on(optimizer)
+        self._prepared.ranks.agree_on(optimizer)
         # Opacus divides by the number of processes; sums here are over all of them.
         if kwargs.pop("distributed", False):
             kwargs["expected_batch_size"] = round(kwargs["expected_batch_size"] * get_world_size())
         kwargs.pop("clipping", None)
-        kwargs["max_grad_norm"] = self._prepared.engine.max_grad_norm
+        kwargs["max_grad_norm"] = self._prepared.max_grad_norm
         generator = kwargs.pop("noise_generator", None)
         return DPFlashOptimizer(
             optimizer,
-            engine=self._prepared.engine,
+            engine=self._prepared,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
             **kwargs,

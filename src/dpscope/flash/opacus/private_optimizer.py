@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import Parameter, signature
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
-from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.update.captured_update import CapturedUpdate
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
@@ -29,7 +29,7 @@ from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise
 NOISE_STATE = "dpscope_noise_generator"
 CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
 
-_OUTSIDE_OF_GRAPHS = uncompiled("flash clipping: the step draws its noise, counts and accounts outside of graphs")
+_OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
 
 
 class DPFlashOptimizer(DPOptimizer):
@@ -79,7 +79,12 @@ class DPFlashOptimizer(DPOptimizer):
         adam_bc: float | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
-        _refuse_closures(optimizer)
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise UserError(
+                f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise "
+                "and accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
+            )
         engine.ranks.refuse_processes(secure_mode=secure_mode)
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
@@ -110,10 +115,11 @@ class DPFlashOptimizer(DPOptimizer):
         )
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
-        engine.remove_on_detach(optimizer.register_state_dict_post_hook(self._save_noise))
-        engine.remove_on_detach(optimizer.register_load_state_dict_pre_hook(self._load_noise))
-        for hook in engine.ranks.watch_forwards():
-            engine.remove_on_detach(hook)
+        engine.attachment.hooks += [
+            optimizer.register_state_dict_post_hook(self._save_noise),
+            optimizer.register_load_state_dict_pre_hook(self._load_noise),
+            *engine.ranks.watch_forwards(),
+        ]
 
     @property
     def max_grad_norm(self) -> float:
@@ -250,7 +256,7 @@ class DPFlashOptimizer(DPOptimizer):
         """Make the private gradient in `.grad` from the clipped sums: noise and division in one pass."""
         parameters = self.params
         self.engine.running_sums.ignore_gradients()
-        sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
+        sums = self.engine.running_sums.of(parameters)
         if self._key is None:
             self._meet_ranks(skips=False)
         how = self._privatisation()
@@ -275,21 +281,25 @@ class DPFlashOptimizer(DPOptimizer):
         return self._fused_update if wanted else None
 
     def _fused_step(self, fused: FusedUpdate, trained: list[nn.Parameter]) -> None:
-        running = self.engine.running_sums.get
-        self.engine.running_sums.ignore_gradients()
-        if self.engine.running_sums:  # of earlier micro-batches
+        running = self.engine.running_sums
+        running.ignore_gradients()
+        batches: Iterable[SumBatch]
+        if running:  # sums of earlier micro-batches
             self.clip_and_accumulate()
-            summed = [p for p in trained if running(p) is not None]
-            sums = [total for p in summed if (total := running(p)) is not None]
-            how = self._privatisation()
-            self._account()
-            fused([SumBatch(summed, sums, None)], how)
-            self.engine.clear_gradients()
+            held = running.of(trained)
+            batches = [SumBatch([parameter for parameter, _ in held], [total for _, total in held], None)]
+            del held
         else:
-            stream = self.engine.factored_sums()
-            how = self._privatisation()
-            self._account()
-            fused(stream, how)
+            batches = self.engine.factored_sums()
+        fused(batches, self._spend())
+        if running:
+            self.engine.clear_gradients()
+
+    def _spend(self) -> Privatisation:
+        """Account for the step, whose norms are taken. Return how its sums are privatised."""
+        how = self._privatisation()
+        self._account()
+        return how
 
     # -- the step inside a CUDA graph (graphed/) -----------------------------------------------------------------------
 
@@ -304,10 +314,6 @@ class DPFlashOptimizer(DPOptimizer):
         if (fused := self._fused_now()) is not None:
             fused.make_state()
 
-    def next_ends_step(self, more: bool) -> bool:
-        """Return whether the next micro-batch ends its logical batch. `more`: parts of its draw are to come."""
-        return not (self._check_skip_next_step(pop_next=False) or more)
-
     def capture_update(self, update: CapturedUpdate) -> None:
         """Capture closing, noise and update of the micro-batch whose backward pass was captured."""
         assert self._fused_update is not None
@@ -318,15 +324,15 @@ class DPFlashOptimizer(DPOptimizer):
         self._begin()
         self._skips()
         self.engine.running_sums.ignore_gradients()
-        how = self._privatisation()
-        self._account()
+        how = self._spend()
         update.fill(how.draw(), how.numbers)
         replay()
         update.end_replay()
 
     def _account(self) -> None:
         self._steps += 1
-        counted = self.engine.state.observed
+        observed = self.engine.state.observed
+        counted = 0.0 if observed is None else float(observed)
         self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
         clip = self.engine.clip
         if clip.learns:  # from the noisy count, for the next step
@@ -379,18 +385,15 @@ class DPFlashOptimizer(DPOptimizer):
         if self.engine.clip.learns and CLIP_BOUNDS in state_dict:
             self.engine.clip.bounds = list(state_dict[CLIP_BOUNDS])
         self.original_optimizer.load_state_dict(own)
-        self._count_spent(state_dict)
-
-    def _count_spent(self, state: dict[str, Any]) -> None:
         if self.accountant is None:
             return
-        if HISTORY in state:
-            self.accountant.history = continued(self.accountant.history, state[HISTORY])
-        elif state["state"] and not self.accountant.history:
+        if HISTORY in state_dict:
+            self.accountant.history = continued(self.accountant.history, state_dict[HISTORY])
+        elif state_dict["state"] and not self.accountant.history:
             warnings.warn(
                 "the optimizer's state holds no privacy history: if the run that saved it was private, load its "
                 "accountant too (privacy_engine.load_checkpoint), or ε counts only the steps from here",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
@@ -416,15 +419,6 @@ class DPFlashOptimizer(DPOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__deepcopy__({})
-
-
-def _refuse_closures(optimizer: Optimizer) -> None:
-    closure = signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        raise UserError(
-            f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
-            "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
-        )
 
 
 def _check_adam_bc(floor: Any, optimizer: Optimizer, fused: bool | None, secure_mode: bool) -> None:

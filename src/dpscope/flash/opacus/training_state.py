@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.flash.ranks.ranks import reshard
+from dpscope.flash.ranks.ranks import release_weights
 
 
 class TrainingState(Stateful):
@@ -46,7 +46,7 @@ class TrainingState(Stateful):
         self.resume_noise = resume_noise
 
     def state_dict(self) -> dict[str, Any]:
-        reshard(self.model)
+        release_weights(self.model)
         model, optimizer = get_state_dict(self.model, self.optimizer.original_optimizer)
         accountant, noise = self.privacy_engine.accountant.state_dict(), self.optimizer.noise.state()
         return {
@@ -63,7 +63,7 @@ class TrainingState(Stateful):
         for name in dtypes.keys() & (noise or {}).keys():
             noise[name] = torch.tensor(noise[name], dtype=dtypes[name])
         self.optimizer.check_noise(noise, resume_noise=self.resume_noise)
-        reshard(self.model)
+        release_weights(self.model)
         set_state_dict(
             self.model,
             self.optimizer.original_optimizer,

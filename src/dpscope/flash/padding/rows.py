@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dpscope.errors import UserError
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.captures import own_capture
+from dpscope.flash.torch_side.frames import in_graph
 
 # -- functions of torch that leave every row of a tensor in its place --------------------------------------------------
 
@@ -198,7 +199,7 @@ class PaddedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling() or func in READS:
+            if in_graph() or func in READS:
                 return func(*args, **kwargs)
             known = _padded_in((args, kwargs))
             found = {each.rows for each in known}

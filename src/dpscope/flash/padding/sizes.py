@@ -54,10 +54,6 @@ class Sizes:
             count -= cuts[-1]
         return cuts
 
-    def cut_with(self, size: int, count: int) -> list[int]:
-        """Return the sizes of the batches, with one of `size` among them."""
-        return [size] if count <= size else [size, *self.cut(count - size)]
-
     def _share(self, masses: Masses) -> float:
         """Return the expected share of padding among all rows."""
         counts = np.arange(len(masses))
@@ -74,7 +70,8 @@ class SizesInTurn:
 
     def cut(self, count: int) -> list[int]:
         if self._unseen:
-            cuts = [self.sizes.cut_with(size, count) for size in self._unseen]
+            cut = self.sizes.cut
+            cuts = [[size] if count <= size else [size, *cut(count - size)] for size in self._unseen]
             chosen = min(cuts, key=sum)
             self._unseen = [size for size in self._unseen if size not in chosen]
             return chosen
@@ -108,17 +105,9 @@ def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
 
 def binomial(samples: int, rate: float) -> Masses:
     """Return P(n) for n = 0, 1, …, as far as it is not negligible."""
-    if rate >= 1.0:
-        return np.array([0.0] * samples + [1.0])
-    mean = samples * rate
-    # Bernstein's bound: beyond this, the mass is below NEGLIGIBLE_MASS.
-    bound = -math.log(NEGLIGIBLE_MASS)
-    last = min(samples, math.ceil(mean + bound / 3 + math.sqrt(bound**2 / 9 + 2 * bound * mean)) + 1)
-    logs = [
-        math.lgamma(samples + 1) - math.lgamma(n + 1) - math.lgamma(samples - n + 1)
-        + n * math.log(rate) + (samples - n) * math.log1p(-rate)
-        for n in range(last + 1)
-    ]  # fmt: skip
-    masses: Masses = np.exp(np.array(logs))
+    from scipy.stats import binom  # type: ignore[import-untyped]  # takes a second to load
+
+    last = int(binom.isf(NEGLIGIBLE_MASS, samples, rate))
+    masses: Masses = binom.pmf(np.arange(last + 1), samples, rate)
     masses /= masses.sum()
     return masses

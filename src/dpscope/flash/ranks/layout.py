@@ -86,17 +86,19 @@ def require_initialised() -> None:
 
 def layout_of(model: nn.Module) -> Layout:
     """Return how the model is spread, perhaps not at all. Raise UserError for unsupported ways."""
-    _refuse_wrappers(model)
+    for name, module in model.named_modules():
+        for found in class_names(module).intersection(WRAPPERS):
+            raise WRAPPERS[found].error(name=name or "the model", kind=type(module).__name__)
     _refuse_devices(model)
     model = original_of(model) if class_names(original_of(model)).intersection(_REPLICATED) else model
     wrapper = model if class_names(model).intersection(_REPLICATED) else None
-    module: Any = model if wrapper is None else wrapper.module
-    for name, part in module.named_modules():
+    inner: Any = model if wrapper is None else wrapper.module
+    for name, part in inner.named_modules():
         if class_names(part).intersection(_REPLICATED):
             raise UserError(f"{name} ({type(part).__name__}) is inside the model: wrap the whole model, and pass that")
-    sharded = [(name, p) for name, p in module.named_parameters() if is_sharded(p)]
+    sharded = [(name, p) for name, p in inner.named_parameters() if is_sharded(p)]
     if wrapper is None and not sharded:
-        if any(is_fsdp(part) for part in module.modules()):
+        if any(is_fsdp(part) for part in inner.modules()):
             raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
         return Layout(None, model, None)
     require_initialised()
@@ -104,19 +106,13 @@ def layout_of(model: nn.Module) -> Layout:
         raise SHARDS_IN_DDP.error(name=sharded[0][0], kind=type(wrapper).__name__)
     if wrapper is not None:
         _check_ddp(wrapper)
-        return Layout(wrapper, module, None)
-    outside = {id(parameter) for parameter, block in blocks(module) if block is None}
+        return Layout(wrapper, inner, None)
+    outside = {id(parameter) for parameter, block in blocks(inner) if block is None}
     for name, parameter in sharded:
         if id(parameter) in outside:
             raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {MESHES}")
     require_for_shards()
-    return Layout(None, module, _common_mesh(sharded))
-
-
-def _refuse_wrappers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        for found in class_names(module).intersection(WRAPPERS):
-            raise WRAPPERS[found].error(name=name or "the model", kind=type(module).__name__)
+    return Layout(None, inner, _common_mesh(sharded))
 
 
 def _refuse_devices(model: nn.Module) -> None:
@@ -181,7 +177,7 @@ def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
     return mesh
 
 
-def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_spread_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise `UserError` for a module that runs sample by sample, given with its name, with shards inside it."""
     for name, module in units:
         inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]
@@ -189,32 +185,8 @@ def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
             raise SAMPLED_SHARDS.error(name=name or "the model", kind=type(module).__name__, inside=inside[0])
 
 
-_SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
-
-
 def is_initialised() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def refuse_several_processes() -> None:
-    """Raise UserError if torch.distributed runs more than one process: each would add noise to its own model."""
-    if not is_initialised():
-        return
-    processes = torch.distributed.get_world_size()
-    if processes > 1:
-        raise UserError(
-            f"torch.distributed runs {processes} processes, and nothing spreads the model over them: gradients are not "
-            f"exchanged, so the models of the processes would drift apart; {_SPREAD_FIRST}"
-        )
-
-
-def refuse_ddp_forward() -> None:
-    """Raise UserError inside the forward of a DistributedDataParallel that wraps a private model."""
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise UserError(
-            "the private model is inside DistributedDataParallel, which exchanges gradients that were not clipped; "
-            f"{_SPREAD_FIRST}"
-        )
 
 
 class ReplicaTap(InstanceMethod):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,30 +22,29 @@ from dpscope.flash.ranks.layout import (
     is_initialised,
     is_spread,
     layout_of,
-    refuse_ddp_forward,
-    refuse_several_processes,
     require_initialised,
 )
 from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.torch_side.attributes import temporarily
-from dpscope.flash.torch_side.frames import skip_frame, uncompiled
+from dpscope.flash.torch_side.frames import outside_graphs, skip_frame, uncut_graphs
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
+_SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
 BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
 
 
 class WrapperTap(InstanceMethod):
     """DDP's forward, without its own reduction of gradients: clipped sums are reduced by the engine.
 
-    torch.compile would cut graphs where DDP reduces gradients (optimize_ddp). There is nothing to wait for here.
+    torch.compile would cut graphs where DDP reduces gradients. There is nothing to wait for here.
     """
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync(), torch._dynamo.config.patch(optimize_ddp=False):
+        with self.module.no_sync(), uncut_graphs():
             return self.original(*args, **kwargs)
 
 
@@ -54,15 +54,15 @@ Key = tuple[int, int]  # of a step's noise
 class Ranks:
     """Processes that train one model, made on all of them at once; or one process, which waits for nobody.
 
-    given    the model as the user has it, perhaps compiled, without DDP's wrapper
-    several  whether the model is spread over processes
-    sharded  whether each of them holds a part of its parameters
+    given            the model as the user has it, perhaps compiled, without DDP's wrapper
+    module           the model itself
+    several          whether the model is spread over processes
+    gathers_weights  whether each of them holds a part of the parameters, and gathers them to run a module
     """
 
     def __init__(self, layout: Layout, control: Control) -> None:
-        self.layout = layout
-        self.given, self.wrapper = layout.given, layout.wrapper
-        self.sharded = layout.mesh is not None
+        self.given, self.wrapper, self.module = layout.given, layout.wrapper, layout.module
+        self.gathers_weights = layout.mesh is not None
         self.several = layout.is_spread
         self.control = control
         self.reduction = Reduction(layout)
@@ -72,44 +72,44 @@ class Ranks:
         self._met = False  # to take the step that runs
         self._is_apart = False
 
-    @property
-    def module(self) -> nn.Module:
-        """The model without DDP's wrapper."""
-        return self.layout.module
-
     def refuse_processes(self, *, secure_mode: bool = False) -> None:
         """Refuse processes of which each would add noise of its own."""
-        if not self.several:
-            refuse_several_processes()
-        elif secure_mode:
+        if self.several and secure_mode:
             raise SECURE_RANKS.error()
+        if not self.several and is_initialised() and (processes := dist.get_world_size()) > 1:
+            raise UserError(
+                f"torch.distributed runs {processes} processes, and nothing spreads the model over them: gradients are "
+                f"not exchanged, so the models of the processes would drift apart; {_SPREAD_FIRST}"
+            )
 
     def refuse_wrapper(self) -> None:
         """Refuse a forward pass inside a wrapper that exchanges gradients. Known ones do not (`WrapperTap`)."""
-        if not self.several:
-            refuse_ddp_forward()
+        if not self.several and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise UserError(
+                "the private model is inside DistributedDataParallel, which exchanges gradients that were not clipped; "
+                f"{_SPREAD_FIRST}"
+            )
 
     def agree_on(self, optimizer: Optimizer) -> None:
         """Raise UserError on all ranks if their optimizers differ.
 
         The order of parameters counts, because sums travel and noise numbers elements in that order.
         """
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         facts = [type(optimizer).__name__]
         for number, group in enumerate(optimizer.param_groups):
             plain = ((key, value) for key, value in group.items() if isinstance(value, (int, float, str)))
             facts += [f"group {number}: {key}={value}" for key, value in plain]
-            facts += [f"group {number}: {names.get(parameter, '?')}" for parameter in group["params"]]
+            facts += [f"group {number}: {self._names.get(parameter, '?')}" for parameter in group["params"]]
         self.control.agree("the optimizer (its options, or the order of its parameters)", facts)
 
     # -- before anything travels: is every rank about to do the same? --------------------------------------------------
 
     def watch_forwards(self) -> list[RemovableHandle]:
         """Make all ranks begin each forward pass of a sharded model together: it needs the weights of the others."""
-        if not self.sharded:
+        if not self.gathers_weights:
             return []
 
-        @uncompiled("flash clipping: ranks meet outside of graphs")
+        @outside_graphs("flash clipping: ranks meet outside of graphs")
         def meet(module: nn.Module, args: Any) -> None:
             if not self._is_apart:
                 kind = "" if torch.is_grad_enabled() else " without gradients"
@@ -141,12 +141,12 @@ class Ranks:
         if not met:
             self.control.meet(self._facts("add up a micro-batch before the step"))
 
-    def agree_on_reruns(self, own: list[BlockNames]) -> list[BlockNames]:
+    def agree_on_blocks(self, own: list[BlockNames]) -> list[BlockNames]:
         """Return the blocks that any rank runs again, last ones first: number -> names of their parameters.
 
         `own`: those of this rank, in several lists that are kept apart.
         """
-        if not self.sharded:
+        if not self.gathers_weights:
             return own
         found: list[BlockNames] = [{} for _ in own]
         for lists in self.control.gather(own, what="agree on checkpointed blocks to run again"):
@@ -157,11 +157,15 @@ class Ranks:
 
     def names_inside(self, module: nn.Module | None) -> set[str]:
         """Return the names of the parameters that `whole_weights` has to gather to run a module."""
-        return {self._names[each] for each in module.parameters()} if self.sharded and module is not None else set()
+        return (
+            {self._names[each] for each in module.parameters()}
+            if self.gathers_weights and module is not None
+            else set()
+        )
 
     def whole_weights(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Gather the weights of the sharded modules that own these parameters. All ranks have to do it together."""
-        if not self.sharded:
+        if not self.gathers_weights:
             return nullcontext()
         owners = dict.fromkeys(
             self.reduction.owners[parameter] for parameter, name in self._names.items() if name in names
@@ -185,7 +189,7 @@ class Ranks:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Keep forward passes inside the block from communicating."""
-        local = made_up_weights(self.module) if self.sharded else nullcontext()
+        local = made_up_weights(self.module) if self.gathers_weights else nullcontext()
         with temporarily(self, _is_apart=True), local:
             yield
 
@@ -204,26 +208,23 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _value_digests(layout: Layout) -> dict[tuple[str, int], int]:
-    """Return the sum of the bits of each (parameter, shard). It does not depend on their order."""
-    found: dict[tuple[str, int], Tensor] = {}
+def _agree_on_values(link: Control, layout: Layout) -> None:
+    """Raise UserError on all ranks if two of them hold different values of the same parameter or shard.
+
+    They compare the sum of the bits of each (parameter, shard), which does not depend on their order.
+    """
+    if link.alone:
+        return
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    own: dict[tuple[str, int], Tensor] = {}
     for name, parameter in layout.module.named_parameters():
         part = local(parameter.detach())
         shard = cut_of(parameter).rank if is_sharded(parameter) else 0
         if part.is_complex():
             part = torch.view_as_real(part)
-        found[name, shard] = part.view(bits[part.element_size()]).sum(dtype=torch.int64).cpu()
-    return {where: int(total) for where, total in found.items()}
-
-
-def _agree_on_values(link: Control, layout: Layout) -> None:
-    """Raise UserError on all ranks if two of them hold different values of the same parameter or shard."""
+        own[name, shard] = part.view(bits[part.element_size()]).sum(dtype=torch.int64).cpu()
     seen: dict[tuple[str, int], tuple[int, int]] = {}  # rank and digest
-    if link.alone:
-        return
-    everyone: list[Mapping[tuple[str, int], int]] = link.gather(_value_digests(layout))
-    for rank, digests in enumerate(everyone):
+    for rank, digests in enumerate(link.gather({where: int(total) for where, total in own.items()})):
         for where, digest in digests.items():
             first, expected = seen.setdefault(where, (rank, digest))
             if digest != expected:
@@ -242,7 +243,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     """
     if not is_spread(model):
         return Ranks(layout_of(model), Control())
-    reshard(model)
+    release_weights(model)
     require_initialised()
     link = control()
     with link.refusing_together():
@@ -254,10 +255,11 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
     """Raise an error inside, on any rank over which the model is spread, on all of them."""
+    release_weights(model)
     return control().refusing_together() if is_spread(model) and is_initialised() else nullcontext()
 
 
-def reshard(model: nn.Module) -> None:
+def release_weights(model: nn.Module) -> None:
     """Put sharded parameters back in place of whole ones, which FSDP2 leaves in the root after a forward pass."""
     for module in model.modules():
         if is_fsdp(module):

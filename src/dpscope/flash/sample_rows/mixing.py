@@ -45,8 +45,8 @@ _FEW = 3  # samples, of which one is replaced and then the others
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
-_RERUN = {torch.float64: 1e-13}  # of the largest element: two runs on the same samples
-_RERUN_ROUNDED = 1e-7  # in other dtypes
+_REPEATED = {torch.float64: 1e-13}  # of the largest element: two runs on the same samples
+_REPEATED_ROUNDED = 1e-7  # in other dtypes
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
 _CONFIRMED = 1e-6
@@ -421,10 +421,10 @@ class Mixing(TriedCall):
             return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
-        if not _any_apart(first, second, len(rows), reruns=True):
+        if not _any_apart(first, second, len(rows), repeated=True):
             return
         # The same runs give the same, unless the device adds up in another order each time.
-        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), reruns=True)
+        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), repeated=True)
         if repeats or _any_apart(first, second, len(rows)):
             self._refuse_carried(rows)
 
@@ -505,11 +505,11 @@ def replaced(batch: int, row: int) -> list[int]:
     return index
 
 
-def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, reruns: bool = False) -> bool:
-    """Return whether the rows of any output differ between two runs on the same samples; `reruns`: at all."""
+def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, repeated: bool = False) -> bool:
+    """Return whether the rows of any output differ between two runs on the same samples; `repeated`: at all."""
     whole = torch.arange(rows)
     for before, after in zip(first, second, strict=False):
-        share = _RERUN.get(before.dtype, _RERUN_ROUNDED) if reruns else None
+        share = _REPEATED.get(before.dtype, _REPEATED_ROUNDED) if repeated else None
         dim = next((dim for dim, size in enumerate(before.shape) if size == rows), None)
         if dim is not None and before.shape == after.shape and apart_from(before, after, dim, whole, share=share):
             return True

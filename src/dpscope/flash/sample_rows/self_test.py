@@ -54,6 +54,7 @@ from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tenso
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
+from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.left_graphs import LeftGraphs
 from dpscope.flash.torch_side.module_state import attributes_of, tensors_inside, uncached_parametrizations
 from dpscope.random_states import RandomStates, cuda_devices, seed_all
@@ -333,8 +334,7 @@ class SelfTest:
         """Run the model on these rows, or on others; return the outputs, and losses in attributes, with a gradient."""
         args, kwargs = self._arguments(self.rows if rows is None else rows)
         self.engine.forwards.samples_tried += rows is not None
-        eagerly = torch.compiler.set_stance("force_eager")
-        with torch.enable_grad(), warnings.catch_warnings(), eagerly, uncached_parametrizations():
+        with torch.enable_grad(), warnings.catch_warnings(), eagerly(), uncached_parametrizations():
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
         found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.dry_run import read
+from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
 
 PUT_BATCH_FIRST = (
@@ -172,7 +173,7 @@ class TriedCall:
         args, kwargs = replace_leaves(self.call, chosen)
         if seed is not None:
             seed_all(seed, cuda_devices(self.model))
-        with running, torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        with running, torch.no_grad(), warnings.catch_warnings(), eagerly():
             warnings.simplefilter("ignore")
             return self.forward(*args, **kwargs)
 

@@ -312,7 +312,7 @@ class Verification:
         with self._engine.forwards.trial() as unknown, hidden, self.locally():
             if self._engine.runs_by_sample():
                 test.try_other_samples(more=1)  # which tells what samples share from what has a row for each
-            compare = test.compare_rows if self._is_sharded else test.run
+            compare = test.compare_rows if self._ranks.gathers_weights else test.run
             try:
                 compare()
             except Mismatch as misfit:
@@ -335,12 +335,8 @@ class Verification:
         self._mixed = frozenset(test.mixed)
         _note_known(unknown)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._ranks.sharded
-
     def _mixing(self, call: RootCall) -> Mixing:
-        gates = [] if self._is_sharded else self._engine.trained().values()
+        gates = [] if self._ranks.gathers_weights else self._engine.trained().values()
         found = Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
         found.may_repeat = bool(self.followed)  # operators are told apart by their numbers of rows
         return found

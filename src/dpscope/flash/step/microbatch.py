@@ -1,6 +1,6 @@
 """A closed micro-batch: contributions in, norms and factors, clipped sums out, one parameter at a time.
 
-Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay leaves a `CapturedBatch`.
+Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay fills its sums and `Clipped`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups, combine_uses
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.norms import MOST, Factors, GroupedKept, SquaredNorms, clip_factors, is_small
+from dpscope.flash.gradients.norms import MOST, MOST_EACH, Factors, GroupedKept, SquaredNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.sample_sums import many_bias_sums
@@ -37,6 +36,7 @@ EACH_ROW = RowGroups(1)
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 MadeSums = dict[nn.Parameter, Tensor]
+Combined = tuple[Contribution, ...]  # of one parameter
 
 
 class SumBatch(NamedTuple):
@@ -61,10 +61,9 @@ class SumBatch(NamedTuple):
         return SumBatch(self.parameters, sums, None)
 
 
-class CapturedBatch(NamedTuple):
-    """Tensors that each replay fills: clipped sums, norms, factors, dropped samples, and the clipping rule's count."""
+class Clipped(NamedTuple):
+    """Norms and factors of a micro-batch by row, dropped samples, and the clipping rule's count. Replays fill them."""
 
-    sums: dict[nn.Parameter, Tensor]
     norms: Tensor
     factors: Tensor
     dropped: Tensor
@@ -114,12 +113,17 @@ class MicroBatch:
         self.size = _checked_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
         self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
+        self._real, self._bounds = real, bounds
         self._parts = [
             tuple(contributions) if len(contributions) == 1 else combine_uses(slot, contributions, rules)
             for slot, contributions in recorded
         ]
         recorded.clear()  # what was put together need not outlive this
-        _take_sums(self._parts)
+        # Per-sample gradients that are sums over the positions of g take its place.
+        summed = {at: g for at, of_it in enumerate(self._parts) if (g := of_it[0].summed_later) is not None}
+        for at, sums in zip(summed, many_bias_sums(list(summed.values())), strict=True):
+            self._parts[at] = (Kept(sums),)
+        del summed
         device = normed[0][0].device if normed else self.parameters[0].device
         norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
@@ -132,10 +136,22 @@ class MicroBatch:
         self._room = rules.budget.room()
         self._rounding = operand_rounding(device)
 
+    def result(self) -> Clipped:
+        """Return norms over all groups, factors by row, and what is counted."""
+        found, clip = self.clipping, self._clip
+        several = len(found.norms) > 1
+        return Clipped(
+            found.norms.norm(dim=0) if several else found.norms[0],
+            found.factors.mT if several else found.factors[0],
+            (self.size if self._real is None else self._real) - found.finite.sum(),
+            clip.observe(found.norms, found.finite, clip.bounds if self._bounds is None else self._bounds),
+        )
+
     def _add_small(self, norms: SquaredNorms) -> tuple[Collection[int], GroupedKept] | None:
         """Norm small per-sample gradients of all groups at once. Return their places, and them."""
-        alone = [(at, parts[0].per_sample) for at, parts in enumerate(self._parts) if len(parts) == 1]
-        small = {at: values for at, values in alone if values is not None and is_small(values)}
+        alone = {at: parts[0].per_sample for at, parts in enumerate(self._parts) if len(parts) == 1}
+        kept = {at: values for at, values in alone.items() if values is not None and len(values)}
+        small = {at: values for at, values in kept.items() if 0 < values[0].numel() <= MOST_EACH}
         if not small or sum(values.numel() for values in small.values()) > MOST:
             return None
         together = GroupedKept(list(small.values()))
@@ -163,32 +179,31 @@ class MicroBatch:
             batch = self._sum_small(into)
         if batch is not None:
             yield batch
+        options = {"into": into, "factored": factored, "group_bytes": group_bytes}
+        batches = self._by_group(self.parameters, self._parts, self._groups, **options)
+        while True:
             del batch
-        for scale, parameters, parts in self._by_group(self.parameters, self._parts, self._groups):
-            batches = sum_parts(parameters, parts, scale, into=into, factored=factored, group_bytes=group_bytes)
-            while True:
-                self._refuse_other_rounding()
-                with no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield batch
-                del batch
+            self._refuse_other_rounding()
+            with no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _by_group(
-        self, parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], groups: list[int]
-    ) -> Iterator[tuple[Tensor, list[nn.Parameter], list[tuple[Contribution, ...]]]]:
-        """Yield the scale, parameters and parts of each group of the clipping rule, and release them here."""
+        self, parameters: list[nn.Parameter], parts: list[Combined], groups: Sequence[int], **options: Any
+    ) -> Iterator[SumBatch]:
+        """Yield the sums of parameters, one group of the clipping rule after the other, and release `parts`."""
         scales = self.clipping.scale
         if len(scales) == 1:
-            yield scales[0], parameters, parts
+            yield from sum_parts(parameters, parts, scales[0], **options)
             return
         for group in sorted({number for number, part in zip(groups, parts, strict=True) if part}):
             places = [at for at, number in enumerate(groups) if number == group and parts[at]]
             chosen = [parts[at] for at in places]
             for at in places:
                 parts[at] = ()
-            yield scales[group], [parameters[at] for at in places], chosen
+            yield from sum_parts([parameters[at] for at in places], chosen, scales[group], **options)
 
     def _refuse_other_rounding(self) -> None:
         """Refuse a change of the products' rounding since the norms were taken: the sums might exceed the bound."""
@@ -220,26 +235,22 @@ class MicroBatch:
         parts = [self._parts[at] for at in places]
         for at in places:
             self._parts[at] = ()
-        found: MadeSums = {}
         self._refuse_other_rounding()
         with torch.no_grad(), no_autocast(self.clipping.scale.device.type):
-            for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
-                for batch in sum_parts(some, of_them, scale, into=None):
-                    found.update(batch.items())
-        return found
+            batches = self._by_group(chosen, parts, [self._groups[at] for at in places], into=None)
+            return dict(pair for batch in batches for pair in batch.items())
 
     def sums_of_others(
-        self, slots: Sequence[Slot], parts: list[tuple[Contribution, ...]], into: RunningSum | None
+        self, slots: Sequence[Slot], parts: list[Combined], into: RunningSum | None
     ) -> Iterator[SumBatch]:
-        """Yield the clipped sums of parameters whose norms were given, from contributions that were made again."""
+        """Return the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
-        for scale, some, of_them in self._by_group([slot.parameter for slot in slots], parts, groups):
-            yield from sum_parts(some, of_them, scale, into=into)
+        return self._by_group([slot.parameter for slot in slots], parts, groups, into=into)
 
 
 def sum_parts(
     parameters: list[nn.Parameter],
-    parts: list[tuple[Contribution, ...]],
+    parts: list[Combined],
     scale: Tensor,
     *,
     into: RunningSum | None,
@@ -255,7 +266,7 @@ def sum_parts(
     for group in _groups(parameters, parts, group_bytes):
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
-        yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
+        yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
     made = _sums_inside(parts, scale)
     batch, size = SumBatch([], [], None), 0
     for index, parameter in enumerate(parameters):
@@ -277,7 +288,7 @@ def sum_parts(
         yield batch
 
 
-def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
+def _sums_inside(parts: list[Combined], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
     """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
     held: list[Any] = [part for of_it in parts for part in of_it]
     held = [
@@ -287,14 +298,7 @@ def _sums_inside(parts: list[tuple[Contribution, ...]], scale: Tensor) -> dict[i
     return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
-def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
-    """Replace g by per-sample gradients where those are sums over its positions."""
-    summed = [(index, g) for index, of_it in enumerate(parts) if (g := of_it[0].summed_later) is not None]
-    for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
-        parts[index] = (Kept(sums),)
-
-
-def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
+def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: int) -> list[list[int]]:
     """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
@@ -311,29 +315,26 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
     return sorted(groups, key=lambda group: parts[group[0]][0].per_sample is None)
 
 
-def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:
-    taken = [part for index in group for part in parts[index]]
-    for index in group:
-        parts[index] = ()
-    return taken
-
-
 def _sum_group(
     parameters: list[nn.Parameter],
-    parts: list[Contribution],
+    parts: list[Combined],
+    places: list[int],
     scale: Tensor,
     *,
     into: RunningSum | None,
     factored: bool,
 ) -> SumBatch:
-    kept = [values for part in parts if (values := part.per_sample) is not None]
+    taken = [part for at in places for part in parts[at]]
+    for at in places:
+        parts[at] = ()
+    kept = [values for part in taken if (values := part.per_sample) is not None]
     if kept and factored:
         return SumBatch(parameters, kept, scale)
     outs = [into(p) if into else None for p in parameters]
     # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
     if kept:
         return SumBatch(parameters, kept_sums(kept, scale, outs=outs), None)
-    products = cast("list[Outer]", parts)  # no others have a `launch_key`
+    products = cast("list[Outer]", taken)  # no others have a `launch_key`
     return SumBatch(parameters, outer_sums(products, scale, outs, let_go_together=factored), None)
 
 

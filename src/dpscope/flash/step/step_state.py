@@ -39,17 +39,22 @@ outside of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
+from operator import attrgetter
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.contributions import Contribution, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.padding.rows import Rows
 from dpscope.flash.torch_side.attributes import temporarily
+from dpscope.flash.torch_side.shards import as_part_of, local
 
 Recorded = list[tuple[Slot, list[Contribution]]]  # what a micro-batch's backward passes have left
 
@@ -70,33 +75,40 @@ CLOSED, OPENED, RECORDED = MicroBatchState
 COLLECTING, ACCUMULATING, APPLIED = SumsState
 
 
+def _reading(name: str) -> Any:
+    """Return a property that reads an attribute, which only transitions write."""
+    return property(attrgetter(name))
+
+
 class StepState:
     """State of a training step. Only the transitions change it."""
 
+    micro_batch: MicroBatchState = _reading("_micro_batch")
+    sums: SumsState = _reading("_sums")
+    # The number of samples of the last forward pass whose graph can be run backward: zero_grad() may come between.
+    size_in_backward: int | None = _reading("_size")
+    rows: Rows | None = _reading("_rows")  # of the same: which of them are samples, if its batch was padded
+    # Counts micro-batches closed or dropped after a backward pass, and forwards of other padded batches. Graphs of an
+    # older generation cannot run backward again.
+    generation: int = _reading("_generation")
+    samples: int = _reading("_samples")  # of the micro-batches that were counted since the sums were last discarded
+    largest_clip: float = _reading("_largest_clip")  # of the micro-batches in the sums: C may change between them
+    observed: Tensor | None = _reading("_observed")  # the clipping rule's count over them; None if it counts nothing
+
     def __init__(self) -> None:
-        self._micro_batch = CLOSED
-        self._sums = COLLECTING
-        self._size: int | None = None  # of the last forward pass whose graph can be run backward
-        self._rows: Rows | None = None  # of the same, if its batch was padded
+        self._micro_batch, self._sums = CLOSED, COLLECTING
+        self._size: int | None = None
+        self._rows: Rows | None = None
         self._last_rows: Rows | None = None  # of the last micro-batch in the sums
-        self._generation = 0
+        self._generation = self._samples = 0
         self._touched: dict[Slot, None] = {}
-        self._micro_batches = 0
-        self._samples = 0
+        self._counted = 0  # micro-batches in the sums
         self._largest_clip = 0.0
         self._observed: Tensor | None = None
         self._forbids_accumulation = False
         self._forget: list[Callable[[], None]] = []
 
     # -- reading -----------------------------------------------------------------------------------------------------
-
-    @property
-    def micro_batch(self) -> MicroBatchState:
-        return self._micro_batch
-
-    @property
-    def sums(self) -> SumsState:
-        return self._sums
 
     @property
     def recorded(self) -> bool:
@@ -117,16 +129,6 @@ class StepState:
         return self._size if self._micro_batch is OPENED else None
 
     @property
-    def size_in_backward(self) -> int | None:
-        """The number of samples of a forward that backward runs again: zero_grad() may have come between the two."""
-        return self._size
-
-    @property
-    def rows(self) -> Rows | None:
-        """Rows of the micro-batch that are samples, if its batch was padded."""
-        return self._rows
-
-    @property
     def draw_goes_on(self) -> bool:
         """True if the draw of the last backward pass has parts that are still to come."""
         rows = self._rows if self.recorded else self._last_rows
@@ -138,37 +140,9 @@ class StepState:
         return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
 
     @property
-    def generation(self) -> int:
-        """Count of micro-batches closed or dropped after a backward pass, and of forwards of other padded batches.
-
-        Graphs of an older generation cannot run backward again.
-        """
-        return self._generation
-
-    @property
     def micro_batches(self) -> int:
         """Micro-batches that a step would use now: the counted ones, and the one that a backward pass has reached."""
-        return self._micro_batches + self.recorded
-
-    @property
-    def samples(self) -> int:
-        """Samples of the micro-batches that were counted since the sums were last discarded."""
-        return self._samples
-
-    @property
-    def largest_clip(self) -> float:
-        """The largest sensitivity of the micro-batches in the sums: it may have changed between them."""
-        return self._largest_clip
-
-    @property
-    def observed(self) -> float:
-        """The clipping rule's count over the micro-batches in the sums."""
-        return 0.0 if self._observed is None else float(self._observed)
-
-    @property
-    def captured_count(self) -> Tensor | None:
-        """The same as a tensor that a graph fills; None if the rule counts nothing."""
-        return self._observed
+        return self._counted + self.recorded
 
     def check_graph(self, module: str, generation: int) -> None:
         """Refuse a backward pass through a forward pass of an earlier generation."""
@@ -199,7 +173,7 @@ class StepState:
     def trial(self, size: int) -> Iterator[None]:
         """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
         rows = {"_rows": None, "_last_rows": None}
-        sums = {"_micro_batches": 0, "_touched": {}, "_sums": COLLECTING}
+        sums = {"_counted": 0, "_touched": {}, "_sums": COLLECTING}
         with temporarily(self, _micro_batch=OPENED, _size=size, **rows, **sums):
             try:
                 yield
@@ -210,7 +184,7 @@ class StepState:
     def capturing(self) -> Iterator[None]:
         """Capture a micro-batch in a CUDA graph inside the block, which runs nothing; restore all of it afterwards."""
         before = dict(vars(self))
-        self._micro_batches, self._last_rows, self._observed = 0, None, None
+        self._counted, self._last_rows, self._observed = 0, None, None
         try:
             yield
         finally:
@@ -241,12 +215,12 @@ class StepState:
     def record(self, slot: Slot | None = None) -> None:
         """Record that a backward pass reached a parameter. With an empty batch it reaches none, and counts as well."""
         if self._micro_batch is not RECORDED:
-            if self._micro_batches and self._last_rows is not None and self._last_rows.more:
+            if self._counted and self._last_rows is not None and self._last_rows.more:
                 raise UserError(
                     "a second backward pass since the last step, but the padded loader has cut this draw into several "
                     "batches: call optimizer.step() and zero_grad() for each; the last takes the step"
                 )
-            if self._forbids_accumulation and self._micro_batches:
+            if self._forbids_accumulation and self._counted:
                 raise UserError(
                     "a second backward pass since the last step, but a Poisson draw is one step: call step() and "
                     "zero_grad() after each, or use Opacus's BatchMemoryManager (in a Trainer: dpscope.transformers)"
@@ -257,10 +231,10 @@ class StepState:
 
     def close(self) -> Recorded | None:
         """Return the record of the backward passes: empty for an empty batch, None if there was no backward pass."""
-        if self._micro_batch is OPENED and self._size and not self._micro_batches:
+        if self._micro_batch is OPENED and self._size and not self._counted:
             raise UserError(
-                f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
-                "parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
+                f"there was a forward pass of {self._size} samples, but no backward pass that accumulates "
+                "the parameters' gradients: call loss.backward() without inputs=…, or zero_grad() to forget the pass"
             )
         was_recorded = self.recorded
         recorded = self.take_recorded()
@@ -269,7 +243,7 @@ class StepState:
 
     def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
         """Count the closed micro-batch, which is now in the sums: `size` samples, clipped at `clip`."""
-        self._micro_batches += 1
+        self._counted += 1
         self._last_rows = rows
         self._samples += size
         self._largest_clip = max(self._largest_clip, clip)
@@ -318,7 +292,7 @@ class StepState:
         """Continue the logical batch. All of it counts as one micro-batch."""
         self.begin_step()
         self._sums = ACCUMULATING
-        self._micro_batches = 0
+        self._counted = 0
 
     def complete(self) -> None:
         """End the logical batch: if its step fails, zero_grad() drops its sums."""
@@ -333,7 +307,102 @@ class StepState:
         self._empty()
 
     def _empty(self) -> None:
-        self._micro_batches = 0
+        self._counted = 0
         self._last_rows = None
         self._observed = None
         self._largest_clip = 0.0
+
+
+class RunningSums:
+    """Clipped sums of the micro-batches of a step, between two clearings.
+
+    They belong to the engine: nothing of them is in p.grad until `hand_out`, so whatever a training loop does to
+    gradients in between (clipping, scaling, clearing) changes nothing. They are float32 even for half-precision
+    parameters, because rounded sums of two neighbouring batches may differ by more than C.
+    """
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._names = {slot.parameter: slot.name for slot in slots}
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._written: dict[nn.Parameter, TensorWeakRef] = {}  # gradients that were made here
+        self._warned = False
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def get(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the sum so far; of a sharded parameter, this rank's part."""
+        return self._held.get(parameter)
+
+    def put(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Hold the first sum of a parameter; later ones are added into what `get` returns."""
+        self._held[parameter] = total.to(wide(parameter.dtype))
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return those of the parameters that have a sum, and the sum."""
+        return [(parameter, self._held[parameter]) for parameter in parameters if parameter in self._held]
+
+    def items(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter that has a sum, and the sum."""
+        return self._held.items()
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Restore the earlier sums at the end of the block."""
+        return temporarily(self, _held=dict(self._held))
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        """Return name and sum of every parameter that has one."""
+        return ((self._names[parameter], total) for parameter, total in self._held.items())
+
+    def hand_out(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Add the sums to p.grad of these parameters (default: all), rounded to their dtype; drop all others.
+
+        A gradient that already exists must come from this class: any other may hold more than C of a sample.
+        """
+        for parameter in list(self._held) if parameters is None else parameters:
+            total = self._held.pop(parameter, None)
+            if total is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient = as_part_of(parameter, total.to(parameter.dtype))
+                self._written[parameter] = TensorWeakRef(gradient)
+            else:
+                local(parameter.grad).add_(total)
+        self._held.clear()
+
+    def refuse_other_gradients(self) -> None:
+        """Raise UserError if a gradient was not made here: it may hold more than C of a sample."""
+        for parameter, name in self._names.items():
+            if parameter.grad is not None and not self._wrote(parameter):
+                raise UserError(
+                    f"{name}.grad holds a gradient that flash clipping did not make: clear gradients with "
+                    "optimizer.zero_grad() first"
+                )
+
+    def ignore_gradients(self) -> None:
+        """Drop every p.grad before the private gradient is written; warn once if it was not made here."""
+        for parameter, name in self._names.items():
+            if parameter.grad is None:
+                continue
+            if not self._warned and not self._wrote(parameter):
+                self._warned = True
+                warnings.warn(
+                    f"{name}.grad was set by the training loop and is ignored, because clipped sums stay inside the "
+                    "engine until noise is added. Remove clip_grad_norm_ and other changes of .grad",
+                    stacklevel=4,
+                )
+            parameter.grad = None
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Drop all sums. Set p.grad to None, or to zero if it was made here and `set_to_none` is False."""
+        self._held.clear()
+        for parameter in self._names:
+            if parameter.grad is not None:
+                if set_to_none or not self._wrote(parameter):
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
+    def _wrote(self, parameter: nn.Parameter) -> bool:
+        reference = self._written.get(parameter)
+        return reference is not None and reference() is parameter.grad

@@ -6,7 +6,7 @@ one. A family asks it to save tensors, to multiply and to add up; it does not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.combination import RowGroups
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import PathRules
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import RowGroups, Slot
 from dpscope.flash.kernels import sample_sums
+from dpscope.flash.padding.rows import Rows
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
 from dpscope.flash.sample_rows.verification import Verification
-from dpscope.flash.step.step_state import StepState
+from dpscope.flash.step.microbatch import MicroBatch
+from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.torch_side import autograd_graph
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast
@@ -33,12 +34,6 @@ from dpscope.flash.torch_side.autograd_graph import Anchor
 _NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
-class Graphs(Protocol):
-    """Recorder of calls inside compiled graphs (compiled/traced.py)."""
-
-    def call(self, tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class Engine(Protocol):
@@ -55,10 +50,8 @@ class Engine(Protocol):
     cast: SharedCast
     anchor: Anchor
     recorder: Recorder
+    graphs: Any  # the recorder of calls inside compiled graphs (compiled/traced.py)
     refusal: type[UserError]
-
-    @property
-    def graphs(self) -> Graphs: ...
 
     @property
     def parameters(self) -> Collection[nn.Parameter]: ...
@@ -66,6 +59,8 @@ class Engine(Protocol):
     def slot(self, parameter: Tensor | None) -> Slot: ...
 
     def add(self, slot: Slot, contribution: Contribution) -> None: ...
+
+    def micro_batch(self, recorded: Recorded, rows: Rows | None, *, groups: Sequence[int]) -> MicroBatch: ...
 
     def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
@@ -75,6 +70,7 @@ class Recorder:
 
     wanted: Collection[Slot] | None = None  # parameters whose gradients are recorded; None: all
     sums_at_once = False  # sums over positions are taken in backward, and not postponed
+    runs_again = False  # layers that ask for their path are in a block that runs again for its sums, or is to
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -131,16 +127,14 @@ def note_call(ctx: Any, tap: Any) -> None:
 def is_recording(ctx: Any) -> bool:
     """Return whether this backward pass records. Refuse one that is not the micro-batch's, or is differentiated."""
     engine: Engine = ctx.tap.engine
-    recording = engine.anchor.is_recording()
-    if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-        _check_backward(ctx)
+    recording, differentiated = engine.anchor.is_recording(), torch.is_grad_enabled()
+    if differentiated or (recording and ctx.generation != engine.state.generation):
+        engine.state.check_graph(ctx.tap.name, ctx.generation)
+        if differentiated:
+            raise UserError(
+                "backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken"
+            )
     return recording
-
-
-def _check_backward(ctx: Any) -> None:
-    ctx.tap.engine.state.check_graph(ctx.tap.name, ctx.generation)
-    if torch.is_grad_enabled():
-        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
 def record(ctx: Any, samples: int, add: Callable[[], None]) -> None:

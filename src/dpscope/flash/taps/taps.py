@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept, Summed, wide
@@ -16,7 +15,7 @@ from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NEEDS_DENSE
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
-from dpscope.flash.torch_side.frames import break_graph
+from dpscope.flash.torch_side.frames import break_graph, in_graph
 from dpscope.flash.torch_side.instance_method import InstanceMethod
 
 
@@ -117,7 +116,7 @@ class TapOfSamples(EngineTap):
         self.shared: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return break_graph(self, args, kwargs) if is_compiling() else self.call(*args, **kwargs)
+        return break_graph(self, args, kwargs) if in_graph() else self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, outside of compiled graphs."""
@@ -191,7 +190,7 @@ class LayerTap(TapOfSamples):
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:  # noqa: PLR0911
         if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
             return self(*args, **kwargs)
-        if is_compiling():
+        if in_graph():
             return self.engine.graphs.call(self, args, kwargs)
         if not is_grad_enabled():
             return self.engine.recorder.call_without_gradients(self, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ set_callback: Callable[[Any], Any] | None = _skip and getattr(eval_frame, "set_e
 skip_frame: Callable[[_Function], _Function] = _skip or (lambda function: function)  # what it calls may be compiled
 
 
-def uncompiled(reason: str) -> Callable[[_Function], _Function]:
+def outside_graphs(reason: str) -> Callable[[_Function], _Function]:
     """Decorate a function that breaks graphs: it runs uncompiled, with all that it calls."""
     disable: Any = torch.compiler.disable
 
@@ -33,12 +34,25 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-@uncompiled(
+@outside_graphs(
     "flash clipping: capture leaves do not fit this call of a layer, or it runs sample by sample; it runs eagerly"
 )
 def break_graph(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function uncompiled."""
     return call(*args, **kwargs)
+
+
+in_graph = torch.compiler.is_compiling  # whether torch.compile traces the code that asks
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they were before."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def uncut_graphs() -> AbstractContextManager[Any]:
+    """Return a context in which graphs are not cut where DDP reduces gradients (optimize_ddp)."""
+    return torch._dynamo.config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def is_wrapper(module: object) -> bool:

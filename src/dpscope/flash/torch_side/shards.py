@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @lru_cache(maxsize=64)
@@ -21,6 +22,17 @@ def is_shard_type(cls: type) -> bool:
 def is_sharded(tensor: Tensor) -> bool:
     """Return True if the tensor is a DTensor: each rank holds a part of it."""
     return is_shard_type(type(tensor))
+
+
+def is_whole_of(tensor: Tensor | None, shard: nn.Parameter) -> bool:
+    """Return True if a tensor may be the whole parameter that FSDP2 puts in the place of a shard around forward."""
+    return (
+        is_sharded(shard)
+        and tensor is not None
+        and type(tensor) in (nn.Parameter, FakeTensor)  # the latter in a dry run
+        and tensor.shape == shard.shape
+        and tensor.requires_grad == shard.requires_grad
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

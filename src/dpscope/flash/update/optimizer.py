@@ -217,10 +217,6 @@ class _Step:
     captured: CapturedUpdate | None
     adam_bc: float | None
 
-    def advance(self, counters: list[Tensor], step: int) -> None:
-        if self.captured is None:
-            self.counts.advance(counters, step)
-
     def row(self, numbers: Numbers, step: int, piece: _Piece, counters: Sequence[Tensor] = ()) -> Tensor | None:
         """Return where a launch inside a graph reads its key and numbers."""
         if self.captured is None:
@@ -229,6 +225,14 @@ class _Step:
 
 
 _Rule = Callable[[_Piece, _Step], None]
+
+
+def _launch(
+    kernel: Callable[..., None], part: _Piece, columns: Sequence[Any], row: Tensor | None, taken: _Step, **options: Any
+) -> None:
+    """Update the parameters of a piece, whose states are `columns`."""
+    where = {"starts": part.starts, "factors": part.factors, "row": row, "maximize": part.group["maximize"]}
+    kernel(part.parameters, part.sums, *columns, **where, **options, **taken.privacy)
 
 
 def _sgd(piece: _Piece, step: _Step) -> None:
@@ -247,23 +251,9 @@ def _sgd(piece: _Piece, step: _Step) -> None:
     def options() -> dict[str, Any]:
         return {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay")}
 
-    def numbers(_: int, privacy: dict[str, Any]) -> list[float]:
-        return sgd_numbers(**options(), **privacy)
-
     for first, part, columns in piece.split(fresh, buffers):
-        fused_sgd_(
-            part.parameters,
-            part.sums,
-            *columns,
-            first_step=first,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            starts=part.starts,
-            factors=part.factors,
-            row=step.row(numbers, 1, part),
-            **options(),
-            **step.privacy,
-        )
+        row = step.row(lambda _, privacy: sgd_numbers(**options(), **privacy), 1, part)
+        _launch(fused_sgd_, part, columns, row, step, first_step=first, nesterov=group["nesterov"], **options())
 
 
 def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
@@ -274,40 +264,23 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
         found["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
         return {**found, "floor": step.adam_bc}
 
-    def numbers(count: int, privacy: dict[str, Any]) -> list[float]:
-        return adam_numbers(step=count, **options(), **privacy)
-
-    states = _state_columns(piece, step.state_of, _moments(group))
+    moments = _moments(group)
+    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
+    try:
+        rows = list(map(entries, map(step.state_of.get, piece.parameters)))
+    except (TypeError, KeyError):  # no state, or not all of it
+        made = (_with_moments(step.state_of[parameter], parameter, group, moments) for parameter in piece.parameters)
+        rows = list(map(entries, made))
+    states = list(map(list, zip(*rows, strict=True)))  # the step counters, and each of the moments
     for count, part, (counters, *columns) in piece.split(step.counts.next_values(states[0]), states):
-        step.advance(counters, count)
-        fused_adam_(
-            part.parameters,
-            part.sums,
-            *columns,
-            step=count,
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            starts=part.starts,
-            factors=part.factors,
-            row=step.row(numbers, count, part, counters),
-            **options(),
-            **step.privacy,
-        )
+        if step.captured is None:
+            step.counts.advance(counters, count)
+        row = step.row(lambda n, privacy: adam_numbers(step=n, **options(), **privacy), count, part, counters)
+        _launch(fused_adam_, part, columns, row, step, step=count, amsgrad=group["amsgrad"], **options())
 
 
 def _moments(group: _Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
-
-def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
-    """Return the step counters and each of the moments, of all parameters. Create those that are missing."""
-    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
-    try:
-        rows = list(map(entries, map(state_of.get, piece.parameters)))
-    except (TypeError, KeyError):  # no state, or not all of it
-        made = (_with_moments(state_of[parameter], parameter, piece.group, moments) for parameter in piece.parameters)
-        rows = list(map(entries, made))
-    return list(map(list, zip(*rows, strict=True)))
 
 
 def _with_moments(

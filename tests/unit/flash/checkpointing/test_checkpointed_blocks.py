@@ -175,6 +175,23 @@ def test_a_layer_that_is_used_twice_inside_one_block_is_recomputed_with_it(batch
     assert how(engine) == ["recomputed"] * 2
 
 
+def test_paths_are_those_of_a_block_that_runs_again_wherever_its_uses_are_combined(batch, monkeypatch):
+    """Its norms and its sums are of the same values only if nothing is kept for one of them alone."""
+    model = decoder()
+    model.blocks[0].k = model.blocks[0].q
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        step(engine, batch)
+        asked = []
+        rules, of_product = engine.path_rules, engine.path_rules.of_product
+        token_losses(model, batch).mean().backward()
+        engine.blocks.flush()
+        monkeypatch.setattr(
+            rules, "of_product", lambda *a, **k: asked.append(rules.runs_again()) or of_product(*a, **k)
+        )
+        engine.finish()
+    assert asked and all(asked)
+
+
 @KINDS
 def test_a_weight_shared_by_two_blocks_is_normed_with_both_uses(reentrant, batch):
     model = decoder(kind=reentrant)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.gradients import contributions as c
-from dpscope.flash.gradients.combination import combine, cross_terms
 from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.slots import combine, cross_terms
 from dpscope.flash.kernels import triton_runtime
 
 ROWS, WIDTH = 7, 4  # of the parameter

@@ -61,7 +61,7 @@ def host_graphs(monkeypatch):
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
         for parameter, total in begin.items():
-            this.base._batch.sums[parameter].copy_(total)
+            this.base._sums[parameter].copy_(total)
 
         def replay():
             own, static = this._own, this._static
@@ -69,15 +69,15 @@ def host_graphs(monkeypatch):
                 if this.base is None:
                     engine.running_sums.clear()
                 again = run()
-                batch = engine.captured()
+                sums, clipped = engine.captured()
             result.copy_(again)
-            for parameter, total in batch.sums.items():
-                if this._batch.sums[parameter] is not total:
-                    this._batch.sums[parameter].copy_(total)
-            for old, new in zip(this._batch[1:4], batch[1:4], strict=True):
+            for parameter, total in sums.items():
+                if this._sums[parameter] is not total:
+                    this._sums[parameter].copy_(total)
+            for old, new in zip(this._clipped[:3], clipped[:3], strict=True):
                 old.copy_(new)
-            if batch.observed is not None:
-                this._batch.observed.copy_(batch.observed)
+            if clipped.observed is not None:
+                this._clipped.observed.copy_(clipped.observed)
 
         return replay, result
 

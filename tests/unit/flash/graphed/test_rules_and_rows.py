@@ -98,7 +98,7 @@ def test_a_rule_that_learns_counts_by_the_bound_that_a_replay_is_given(host_grap
     with capturing(OwnCapture(torch.device("cpu"))), engine.capturing(static):
         loss_of(model)(x, y).backward()
         engine.accumulate()
-        assert float(engine.captured().observed) == len(x) / 2
+        assert float(engine.captured()[1].observed) == len(x) / 2
 
 
 @pytest.mark.parametrize("name", ["gamma", "loss_scale"])

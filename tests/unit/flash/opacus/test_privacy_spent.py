@@ -12,7 +12,8 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader
 
 from dpscope.flash import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import continued, epsilon_of, steps_left
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.privacy_budget import epsilon_of, steps_left
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd, step
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpscope.flash.ranks.ranks import reshard
+from dpscope.flash.ranks.ranks import release_weights
 from tests.torch_here import takes_compiled, takes_shards
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import CLIP, ROUNDING, assert_same, trained
@@ -109,4 +109,4 @@ def test_one_sample_more_on_one_rank_moves_the_sum_over_all_ranks_by_at_most_the
 
 
 def test_a_model_that_was_not_sharded_needs_no_resharding() -> None:
-    reshard(torch.nn.Linear(2, 2))
+    release_weights(torch.nn.Linear(2, 2))

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscope.flash import PrivacyEngine
-from dpscope.flash.ranks.ranks import reshard
+from dpscope.flash.ranks.ranks import release_weights
 from dpscope.flash.torch_side.frames import original_of
 from tests.torch_here import CAN_SHARD
 
@@ -190,7 +190,7 @@ def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """All of every parameter, on every rank."""
-    reshard(model)
+    release_weights(model)
     named = original_of(getattr(model, "module", model)).named_parameters()
     return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
 
