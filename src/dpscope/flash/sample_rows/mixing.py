@@ -41,6 +41,8 @@ from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
+MORE_DRAWS = 8
+"""If the model draws random numbers besides dropout's: it may mix samples in some draws, as manifold mixup does."""
 _FEW = 3  # samples, of which one is replaced and then the others
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
@@ -76,6 +78,7 @@ class Mixing(TriedCall):
         self._snapshot: ModelSnapshot | None = None
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._turn = 0  # of replaced samples
+        self.is_random = False  # whether the model draws random numbers besides dropout's
         self.to_the_bit = False  # whether any difference counts
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._numel = 0  # elements of all outputs
@@ -130,11 +133,13 @@ class Mixing(TriedCall):
 
     def look_again(self) -> None:
         """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
-        self._confirmed(lambda: self._try_readings(lambda: None))
+        self._confirmed(lambda: self._try_readings(self._draw_others if self.is_random else lambda: None))
 
     def _draw(self) -> None:
         self._try_readings(self._draw_others)
         self._compare_sizes()
+        if self.is_random:
+            self._draw_others(MORE_DRAWS)
         if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
             self._look_at_parts()
 
@@ -226,9 +231,9 @@ class Mixing(TriedCall):
         tensors = [leaf for place, leaf in leaves if place in self.shared and isinstance(leaf, Tensor)]
         return any(list(leaf.shape).count(self.batch) > 1 for leaf in tensors)
 
-    def _draw_others(self) -> None:
+    def _draw_others(self, draws: int = DRAWS) -> None:
         """Compare rows in other orders of the samples and with other random numbers: mixing may depend on either."""
-        for number in range(DRAWS if dry_run.current() is None else 0):
+        for number in range(draws if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
             self.across = torch.tensor(order) if len(order) == self.batch else None
@@ -339,7 +344,7 @@ class Mixing(TriedCall):
             seed_all(1, devices)
             before = RandomStates.now(devices)
             many = self._outputs(rows, None)
-            draws = not before.equals(RandomStates.now(devices))
+            self.is_random = not before.equals(RandomStates.now(devices))
         for places in some:
             try:
                 with self._untouched(), WithoutDropout():
@@ -356,7 +361,7 @@ class Mixing(TriedCall):
             self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
         differ = (self._row_differs(*both, places, len(rows), output) for output, both in pairs)
-        if not draws and any(differ):
+        if not self.is_random and any(differ):
             raise UserError(
                 "what the model gives for a sample depends on how many samples are in its batch, or on its place "
                 f"among them ({sizes[0]} of {sizes[1]} alone give something else): divide by a fixed number, or "

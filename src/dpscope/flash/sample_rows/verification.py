@@ -61,12 +61,13 @@ class BegunPass(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Facts about one way to call the model: `Verification._shared`, `_output_dims` and `_mixed`."""
+    """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
 
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
     output_dims: list[int | None] | None
     mixed: frozenset[OutputPlace]
+    is_random: bool
 
 
 class Verification:
@@ -101,6 +102,7 @@ class Verification:
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
+        self._is_random = False  # of the way: the model draws random numbers besides dropout's
         self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
         self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
 
@@ -146,6 +148,7 @@ class Verification:
             _refuse_other_values(known.given, call)
             if self.schedule.is_due(call.batch):
                 self._shared, self._output_dims, self._mixed = known.shared, known.output_dims, known.mixed
+                self._is_random = known.is_random
                 failure, verified = self._look_again(call), True
                 self._verified[way] = self._reading(call)
         mixed = self._verified[way].mixed if way in self._verified else self._mixed
@@ -235,7 +238,7 @@ class Verification:
         given = {
             place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
         }
-        return _Reading(self._shared, given, self._output_dims, self._mixed)
+        return _Reading(self._shared, given, self._output_dims, self._mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -264,6 +267,7 @@ class Verification:
                 if call.batch > 1:
                     self._draw(mixing, call)
                     self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
+                    self._is_random = mixing.is_random
                 mixing.find_carried_state()
                 self._asked = asked
             self._self_test(call)
@@ -290,6 +294,7 @@ class Verification:
         try:
             whole = self.schedule.note_look()
             mixing = self._mixing(call)
+            mixing.is_random = self._is_random
             if call.batch > 1:
                 mixing.look_again()
                 self._shared = mixing.shared
