@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
+from dpscope.audit.mixing import CHANGED, locate_mixing
 from dpscope.audit.samples import COMPANIONS, UNCLIPPED, ZEROS, Samples
-from dpscope.audit.tracing import CHANGED, locate_mixing
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 REPLACED, REMOVED = "replacing", "removing"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Tensors, release_memory
-from dpscope.audit.tracing import recording
+from dpscope.audit.mixing import ModuleValues, Rows, first_difference, recording
 from dpscope.batches import cast_batch, sample_of
 from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import gradients_by_name
@@ -270,9 +270,6 @@ def _relative(differences: dict[str, float], sizes: dict[str, float]) -> dict[st
     return errors
 
 
-Outputs = list[tuple[str, Tensor]]  # (`in` a module, a tensor of its output), in the order modules finished
-
-
 def find_mixing(subject: Subject) -> str | None:
     """Find where the samples of a batch mix; None if they do not."""
     model, _ = subject.fresh(torch.float64)
@@ -281,13 +278,20 @@ def find_mixing(subject: Subject) -> str | None:
         alone, single = _run(subject, model, sample_of(subject.batch, index, subject.batch_size))
         if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
             continue
-        where = _first_difference(whole, single, index, subject.batch_size)
+        rows = (Rows(subject.batch_size, [index]), Rows(1, [0]))
+        where = first_difference(whole.values, single.values, rows, tolerance=REPEATABLE)
         what = where or "in the loss: every module's output for a sample is its own"
         return (
             f"samples mix {what}. Alone, sample {index} has a loss of {float(alone[0]):.6g}; in the batch, "
             f"{float(together[index]):.6g}. A sample then has no gradient of its own and no clipping bounds its share"
         )
     return None
+
+
+def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, ModuleValues]:
+    with recording(model) as trace:
+        losses = subject.loss(model, cast_batch(batch, torch.float64)).detach()
+    return losses, trace
 
 
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
@@ -311,30 +315,3 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     if name is None:
         return None
     return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
-
-
-def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Outputs]:
-    with recording(model) as trace:
-        losses = subject.loss(model, cast_batch(batch, torch.float64)).detach()
-    return losses, [value for value in trace.values if value[0].startswith("in ")]
-
-
-def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:
-    for (where, together), (_, alone) in zip(whole, single, strict=False):
-        share = _sample_part(together, alone, index, batch_size)
-        if share is None:
-            continue
-        difference, size = float((share.double() - alone.double()).norm()), float(alone.double().norm())
-        if not math.isfinite(difference) or difference > REPEATABLE * size:
-            return where
-    return None
-
-
-def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
-    """Return the sample's part of a tensor, along the dimension that is `batch_size` times longer."""
-    if together.dim() != alone.dim():
-        return None
-    longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]
-    if len(longer) != (batch_size > 1) or any(together.shape[d] != batch_size * alone.shape[d] for d in longer):
-        return None
-    return together.chunk(batch_size, longer[0])[index] if longer else together
