@@ -5,7 +5,6 @@ Ordinary training is the denominator of every comparison. Layers that cannot be 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -74,12 +73,13 @@ def _replacement(module: nn.Module) -> str:
 AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters
 
 
-class TrainerBase(ABC):
+class TrainerBase:
     """Base of trainers: it owns a model and a method, and does `train_step(batch)`.
 
-    A subclass defines how model and optimizer are prepared, and the backward pass and the update. For the memory
-    instrument it may also declare what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the
-    optimizer applied, unless the update consumes it piece by piece (flash).
+    A subclass defines how model and optimizer are prepared, and the backward pass and the update, where they are not
+    those of ordinary training. For the memory instrument it may also declare what it keeps (`holdings`,
+    `memory_rules`). After a step `.grad` holds what the optimizer applied, unless the update consumes it piece by piece
+    (flash).
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
@@ -132,7 +132,7 @@ class TrainerBase(ABC):
         require_loss_per_sample(losses)
         return losses
 
-    def require_model(self, model: nn.Module) -> None:  # noqa: B027
+    def require_model(self, model: nn.Module) -> None:
         """Raise `UserError` for a model that this method cannot train."""
 
     def spread(self, model: nn.Module) -> nn.Module:
@@ -156,21 +156,27 @@ class TrainerBase(ABC):
             "compare --methods standard,flash, or measure it without --cuda-graph"
         )
 
-    @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Return the model as this method trains it."""
+        return model
 
-    @abstractmethod
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer as this method uses it."""
+        return optimizer
 
-    @abstractmethod
     def backward(self, losses: Tensor) -> None:
         """Compute gradients from one loss per sample, (B,)."""
+        with phase(BACKWARD):
+            self.run_backward(losses)
 
-    @abstractmethod
+    def run_backward(self, losses: Tensor) -> None:
+        """Do the work of `backward`, inside its phase."""
+        losses.mean().backward()  # type: ignore[no-untyped-call]
+
     def update(self) -> None:
         """Take one optimizer step from those gradients."""
+        with phase(OPTIMIZER):
+            self.optimizer.step()
 
     def accumulate(self) -> None:
         """Keep the gradients for the step, because another batch of the same logical batch follows.
@@ -194,7 +200,7 @@ class TrainerBase(ABC):
 
         yield from model_holdings(self.plain_model, self.optimizer)
 
-    def begin_measuring(self) -> None:  # noqa: B027  (most trainers do the same in every step)
+    def begin_measuring(self) -> None:
         """Skip, from now on, work that is not part of every step."""
 
     def notes(self) -> list[Note]:
@@ -296,22 +302,11 @@ class StandardTrainer(TrainerBase):
         captured = self.settings.cuda_graph and type(self) is StandardTrainer
         return {"capturable": True} if captured and "capturable" in signature(optimizer).parameters else {}
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            loss = losses.mean()
-            if self.settings.accumulate > 1:
-                loss = loss / self.settings.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    def update(self) -> None:
-        with phase(OPTIMIZER):
-            self.optimizer.step()
+    def run_backward(self, losses: Tensor) -> None:
+        loss = losses.mean()
+        if self.settings.accumulate > 1:
+            loss = loss / self.settings.accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def accumulate(self) -> None:
         """Let the next backward pass add to `.grad`. Subclasses override this if they accumulate differently."""
