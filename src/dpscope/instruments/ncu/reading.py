@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.instruments.families import FigureRow, kernel_family, short_kernel_name
@@ -21,10 +21,6 @@ from dpscope.instruments.ncu.running import csv_command, find_ncu
 from dpscope.packages import install_command
 from dpscope.results.payloads.ncu import KERNEL_FIGURES, Kernels
 from dpscope.vocabulary.phases import PHASES
-
-if TYPE_CHECKING:
-    pass
-
 
 IMPORT_SECONDS = 300.0
 PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; found again wherever ncu prints ranges

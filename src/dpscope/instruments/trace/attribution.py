@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,61 +14,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.instruments.families import Sums, kernel_family
+from dpscope.instruments.intervals import PhaseTimeline, union
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import ANNOTATION, OPERATOR, Event, Trace
 from dpscope.results.payloads import trace as payload
 from dpscope.results.payloads.memory import Collective
-from dpscope.vocabulary.phases import BETWEEN_PHASES, COLLECTIVE, PHASES
+from dpscope.vocabulary.phases import COLLECTIVE, PHASES
 
 NO_MODULE = "(no module)"
 ENGINE = "autograd::engine::evaluate_function"
-
-
-class PhaseTimeline:
-    """The phase at every moment: the open phase that was entered last, on any thread.
-
-    Work that autograd's threads launch during `backward` belongs to that phase, because the main thread waits in it.
-    """
-
-    def __init__(self, annotations: Iterable[Event]) -> None:
-        open_: list[Event] = []
-        edges = [(e, e.start, True) for e in annotations if e.name in (*PHASES, WAIT)]
-        edges += [(event, event.end, False) for event, _, _ in edges]
-        self._starts: list[float] = []
-        self._names: list[str] = []
-        for event, moment, opens in sorted(edges, key=lambda edge: (edge[1], edge[2])):
-            if opens:
-                open_.append(event)
-            else:
-                open_.remove(event)
-            self._starts.append(moment)
-            self._names.append(max(open_, key=lambda e: e.start).name if open_ else BETWEEN_PHASES)
-
-    def at(self, moment: float) -> str:
-        place = bisect_right(self._starts, moment) - 1
-        return self._names[place] if place >= 0 else BETWEEN_PHASES
-
-    def within(self, start: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield every stretch between two moments, with its length. The lengths sum to `end - start`."""
-        moment = start
-        place = bisect_right(self._starts, start)
-        while place < len(self._starts) and self._starts[place] < end:
-            yield self.at(moment), self._starts[place] - moment
-            moment = self._starts[place]
-            place += 1
-        yield self.at(moment), end - moment
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the stretches covered by at least one interval, in order, without overlap."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def clip_to(step: Event, events: Iterable[Event]) -> list[tuple[float, float]]:
@@ -101,7 +55,7 @@ def launch_or_operator(trace: Trace, work: Event) -> Event:
 
 def step_views(trace: Trace) -> list[StepView]:
     """Return one view a recorded step. Work on the GPU belongs to the step that launched it."""
-    phases = PhaseTimeline(trace.annotations)
+    phases = PhaseTimeline((e.name, e.start, e.end) for e in trace.annotations if e.name in (*PHASES, WAIT))
     steps = trace.steps
 
     def of(step: Event, events: Sequence[Event]) -> list[Event]:

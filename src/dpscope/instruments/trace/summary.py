@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import ceil
 
 from dpscope.instruments.families import Sums, kernel_family, short_kernel_name, shorten_rows
+from dpscope.instruments.intervals import union
 from dpscope.instruments.trace.attribution import (
     ModuleTable,
     StepView,
@@ -16,7 +17,6 @@ from dpscope.instruments.trace.attribution import (
     collective_time,
     main_thread_operators,
     step_views,
-    union,
 )
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, Trace, nest
