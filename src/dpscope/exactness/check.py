@@ -29,7 +29,7 @@ from dpscope.exactness.reference import (
 )
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
-from dpscope.exactness.updates import StepSettings, loop_maker, measure_errors, measure_rounding, measure_update
+from dpscope.exactness.updates import loop_maker, measure_errors, measure_rounding, measure_update, physical_batch_size
 from dpscope.flash.torch_side.captures import has_graphs
 from dpscope.places import is_own_source
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
@@ -38,7 +38,7 @@ from dpscope.trainers.modes import checkpoint_blocks as checkpoint_blocks_of
 from dpscope.units import list_names
 from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.settings import EAGER, SETTINGS
+from dpscope.vocabulary.settings import EAGER, SETTINGS, TrainerSettings
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.workload import Workload
 
@@ -110,12 +110,13 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
-    how = StepSettings(
-        numbers.ACCUMULATE(accumulate),
-        checkpoint_blocks,
-        SETTINGS["compile"].check(compile),
-        SETTINGS["clipping"].check(clipping),
-        SETTINGS["cuda_graph"].check(cuda_graph),
+    how = TrainerSettings(
+        batch_size=1,  # that of the workload's batch, once it is there
+        accumulate=numbers.ACCUMULATE(accumulate),
+        checkpoint_blocks=checkpoint_blocks,
+        compile=SETTINGS["compile"].check(compile),
+        clipping=SETTINGS["clipping"].check(clipping),
+        cuda_graph=SETTINGS["cuda_graph"].check(cuda_graph),
     )
     if how.cuda_graph and not has_graphs(torch.device(device)):
         raise UserError("cuda_graph=True needs a GPU: leave it out, or check with device='cuda'")
@@ -132,7 +133,7 @@ def check(
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
         require_batch_of(subject.batch, batch_size, accumulate=how.accumulate)
-    how.batch_size_of(subject.batch_size)
+    physical_batch_size(subject.batch_size, how)
     if checkpoint_blocks:  # refused here if there are none; the reference is taken without
         checkpoint_blocks_of(subject.fresh(torch.float32)[0])
     narrow = dtype == "fp64" and computes_in_float32(subject)
@@ -169,7 +170,7 @@ def check(
         tied=subject.tied,
         notes=subject.notes,
         faults=[mixing] if mixing else [],
-        warnings=[*_warnings(subject, reference, gradient), *_rounding_warnings(yardstick, narrow)],
+        warnings=list(_warnings(yardstick, gradient, narrow=narrow)),
         loose=yardstick.loose,
         roundings=ROUNDINGS,
         rounding=yardstick.rounding,
@@ -229,7 +230,7 @@ def _make_yardstick(
 
 
 def _check_method(
-    method: str, load: LoadTrainer, yardstick: Yardstick, how: StepSettings, time_paths: bool
+    method: str, load: LoadTrainer, yardstick: Yardstick, how: TrainerSettings, time_paths: bool
 ) -> MethodCheck:
     subject, reference, clip_norms = yardstick.subject, yardstick.reference, yardstick.clip_norms
     if not clip_norms:
@@ -246,8 +247,9 @@ def _check_method(
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
         lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
         return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
-    comparisons = compare(reference, [update.sums for update in updates], [reference.factors(c) for c in clip_norms])
-    faults = find_faults(Evidence(subject, reference, updates, again, yardstick.limits, comparisons))
+    sums, right = [update.sums for update in updates], [reference.factors(c) for c in clip_norms]
+    comparisons = compare(reference, right, lambda turn: sums, sums[0])
+    faults = find_faults(Evidence(reference, updates, again, yardstick.limits, comparisons))
     norm_error, steps = measure_errors(reference, clip_norms, comparisons)
     reference.release()
     return MethodCheck(
@@ -266,7 +268,7 @@ def _audit(
     trainer: type[TrainerBase],
     workload: Workload,
     yardstick: Yardstick,
-    how: StepSettings,
+    how: TrainerSettings,
     sizes: Sequence[int] | None,
     progress: ReportProgress,
 ) -> Audit:
@@ -279,7 +281,8 @@ def _audit(
     )
 
 
-def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor | None]) -> Iterator[str]:
+def _warnings(yardstick: Yardstick, gradient: dict[str, Tensor | None], *, narrow: bool) -> Iterator[str]:
+    subject, reference = yardstick.subject, yardstick.reference
     unreached = [name for name, found in gradient.items() if found is None]
     still = [name for name in reference.names if name not in unreached and not reference.grams[name].any()]
     if unreached:
@@ -298,8 +301,6 @@ def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor
     if subject.batch_size == 1:
         yield "one sample cannot show whether samples mix: give --batch-size 2 or more"
 
-
-def _rounding_warnings(yardstick: Yardstick, narrow: bool) -> Iterator[str]:
     if narrow:
         yield (
             "parts of the model compute in float32 whatever they are given: held to "

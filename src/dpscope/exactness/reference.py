@@ -8,7 +8,7 @@ the batch is held against its loss alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -87,8 +87,11 @@ class Reference:
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
         """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far."""
-        norms = self.norms[self.norms > 0].sort().values
-        return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
+        norms = self.norms[self.norms > 0].sort().values.tolist()
+        if middle is None:  # half of the samples exceed it, or all of them if the norms are about equal
+            lower, upper = norms[(len(norms) - 1) // 2], norms[min((len(norms) + 1) // 2, len(norms) - 1)]
+            middle = (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
+        return [4 * norms[-1], middle, norms[0] / 100]
 
 
 def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> FactorsByName:
@@ -110,17 +113,13 @@ def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     return sum((c * v for c, v in zip(factors, gradients, strict=True)), torch.zeros(()))
 
 
-def _gram(vectors: Sequence[Tensor]) -> Tensor:
-    flat = [vector.flatten() for vector in vectors]
-    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
-
-
 def make_reference(subject: Subject, clipping: str = "flat") -> Reference:
     finite = [True] * subject.batch_size
     reference = Reference(subject, _turns(subject), clipping, finite, {})
     for turn in reference.walk():
         for name, gradients in turn.items():
-            reference.grams[name] = _gram(gradients)
+            flat = [gradient.flatten() for gradient in gradients]
+            reference.grams[name] = torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
             for sample, gradient in enumerate(gradients):
                 finite[sample] &= bool(gradient.isfinite().all())
     if not all(finite):
@@ -160,22 +159,11 @@ def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str])
     model, batch = subject.fresh(dtype)
     shapes = dict(model.named_parameters())
     for name in set(subject.trainable).difference(names):
-        shapes[name].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        shapes[name].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
     for index in range(subject.batch_size):
         loss = subject.loss(model, sample_of(batch, index, subject.batch_size)).mean()
         found = gradients_by_name(loss, model)
         yield {n: torch.zeros_like(shapes[n], device="cpu") if (g := found[n]) is None else g.cpu() for n in names}
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _middle_clip_norm(norms: Tensor) -> float:
-    """Return a norm that half of the samples exceed, or all of them if the norms are about equal."""
-    middle = (len(norms) - 1) // 2
-    lower, upper = float(norms[middle]), float(norms[min(middle + 1, len(norms) - 1)])
-    return (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
 
 
 @dataclass(frozen=True)
@@ -186,35 +174,25 @@ class UpdateComparison:
     shares: Tensors
 
 
-class Comparing:
-    """A comparison, one parameter after the other."""
-
-    def __init__(self, factors: FactorsByName) -> None:
-        self.factors = factors
-        self._differences: dict[str, float] = {}
-        self._sizes: dict[str, float] = {}
-        self._shares: Tensors = {}
-
-    def add(self, name: str, update: Tensor, gradients: Sequence[Tensor]) -> None:
-        update, wanted = update.double(), weighted(self.factors[name], gradients)
-        self._differences[name], self._sizes[name] = float((update - wanted).norm()), float(wanted.norm())
-        self._shares[name] = torch.stack([torch.sum(v * update) for v in gradients])
-
-    def done(self, names: Sequence[str]) -> UpdateComparison:
-        errors = _relative(self._differences, self._sizes)
-        return UpdateComparison({name: errors[name] for name in names}, self._shares)
-
-
 def compare(
-    reference: Reference, updates: Sequence[Tensors], factors: Sequence[FactorsByName]
+    reference: Reference,
+    factors: Sequence[FactorsByName],
+    updates_of: Callable[[Turn], Sequence[Tensors]],
+    names: Iterable[str] | None = None,
 ) -> list[UpdateComparison]:
-    """Compare each update with the sums that its factors give."""
-    comparing = [Comparing(each) for each in factors]
-    for turn in reference.walk(updates[0]):
-        for name, gradients in turn.items():
-            for each, update in zip(comparing, updates, strict=True):
-                each.add(name, update[name], gradients)
-    return [each.done([name for name in reference.names if name in updates[0]]) for each in comparing]
+    """Compare updates with the sums that their factors give; `updates_of` returns those of a turn's parameters."""
+    differences: list[dict[str, float]] = [{} for _ in factors]
+    sizes: list[dict[str, float]] = [{} for _ in factors]
+    shares: list[Tensors] = [{} for _ in factors]
+    for turn in reference.walk(names):
+        for step, updates in enumerate(updates_of(turn)):
+            for name, gradients in turn.items():
+                update, wanted = updates[name].double(), weighted(factors[step][name], gradients)
+                differences[step][name], sizes[step][name] = float((update - wanted).norm()), float(wanted.norm())
+                shares[step][name] = torch.stack([torch.sum(v * update) for v in gradients])
+    errors = (_relative(*each) for each in zip(differences, sizes, strict=True))
+    in_order = ({name: error[name] for name in reference.names if name in error} for error in errors)
+    return [UpdateComparison(*each) for each in zip(in_order, shares, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -306,12 +284,10 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
     found = {name: g for name, g in gradient.items() if g is not None}
-    errors = (
-        compare(reference, [found], [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))])[0].errors
-        if found
-        else {}
+    (comparison,) = compare(
+        reference, [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))], lambda turn: [found], found
     )
-    name = next((name for name, error in errors.items() if error > REPEATABLE), None)
+    name = next((name for name, error in comparison.errors.items() if error > REPEATABLE), None)
     if name is None:
         return None
     return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"

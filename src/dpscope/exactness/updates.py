@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -19,9 +19,10 @@ from dpscope.audit.loop import Loop, MakeLoop, Tensors, release_memory
 from dpscope.batches import LossFn, split_batch
 from dpscope.errors import UserError
 from dpscope.exactness.reference import (
-    Comparing,
     Reference,
+    Turn,
     UpdateComparison,
+    compare,
     factors_of,
     fit_factors,
     sample_gradients,
@@ -30,7 +31,7 @@ from dpscope.exactness.reference import (
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 from dpscope.trainers.base import TrainerBase
-from dpscope.vocabulary.settings import EAGER, TrainerSettings
+from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import Batch
 
 # With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
@@ -39,31 +40,22 @@ HUGE_LEARNING_RATE = 2.0**40
 DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings of the steps that a method is tested in."""
+def physical_batch_size(samples: int, how: TrainerSettings) -> int:
+    """Return the batch size of a trainer whose steps have this many samples."""
+    if samples % how.accumulate:
+        raise UserError(
+            f"a batch of {samples} samples cannot be {how.accumulate} batches of one size: give a batch size that is a "
+            f"multiple of {how.accumulate}"
+        )
+    return samples // how.accumulate
 
-    accumulate: int = 1  # physical batches of a step
-    checkpoint_blocks: bool = False
-    compile: str = EAGER
-    clipping: str = "flat"
-    cuda_graph: bool = False
 
-    def batch_size_of(self, samples: int) -> int:
-        """Return the physical batch size of a trainer whose steps have this many samples."""
-        if samples % self.accumulate:
-            raise UserError(
-                f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "
-                f"is a multiple of {self.accumulate}"
-            )
-        return samples // self.accumulate
-
-    def make_trainer(
-        self, kind: type[TrainerBase], model: nn.Module, loss: LossFn, samples: int, **privacy: Any
-    ) -> TrainerBase:
-        """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
-        sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
-        return kind(model, loss, TrainerSettings(batch_size=self.batch_size_of(samples), **asdict(self), **sgd))
+def _make_trainer(
+    kind: type[TrainerBase], model: nn.Module, loss: LossFn, samples: int, how: TrainerSettings, **privacy: Any
+) -> TrainerBase:
+    """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
+    sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
+    return kind(model, loss, replace(how, batch_size=physical_batch_size(samples, how), **sgd))
 
 
 def loop_maker(
@@ -71,12 +63,12 @@ def loop_maker(
     make_model: Callable[[], nn.Module],
     loss: LossFn,
     batch_size: int,
-    how: StepSettings,
+    how: TrainerSettings,
 ) -> MakeLoop:
     def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
         model = make_model()
         privacy = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "seed": seed}
-        trainer = how.make_trainer(trainer_class, model, loss, batch_size, **privacy)
+        trainer = _make_trainer(trainer_class, model, loss, batch_size, how, **privacy)
         rate = 1 / DATASET_BATCHES
 
         def step(batch: Batch) -> None:
@@ -131,7 +123,7 @@ def measure_update(
     clip_norm: float,
     dtype: torch.dtype,
     seed: int,
-    how: StepSettings,
+    how: TrainerSettings,
     time_paths: bool = False,
 ) -> Update:
     """Take one step without noise. The method can draw only from `seed`; an exact step ignores it.
@@ -142,7 +134,7 @@ def measure_update(
     before = dict(subject.model.named_parameters())
     torch.manual_seed(seed)
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "seed": seed}
-    trainer = how.make_trainer(trainer_class, model, subject.loss, subject.batch_size, **privacy)
+    trainer = _make_trainer(trainer_class, model, subject.loss, subject.batch_size, how, **privacy)
     trainer.train_step(*split_batch(batch, how.accumulate))
     sums, moved, trainable = {}, [], set(subject.trainable)
     for name, after in _trained_parameters(trainer, model).items():
@@ -218,11 +210,11 @@ def measure_rounding(
             "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
         )
     factors = [factors_of(reference.clipping, norms, clip_norm) for clip_norm in clip_norms]
-    comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]
-    for turn in reference.walk():
+
+    def updates_of(turn: Turn) -> list[Tensors]:
         found = list(compress(sample_gradients(subject, dtype, list(turn)), has_share.tolist()))
-        for name, gradients in turn.items():
-            for each, own in zip(comparing, factors, strict=True):
-                each.add(name, weighted(own[name][has_share], [g[name].double() for g in found]), gradients)
-    norm_error, steps = measure_errors(reference, clip_norms, [each.done(reference.names) for each in comparing])
+        return [{n: weighted(own[n][has_share], [g[n].double() for g in found]) for n in turn} for own in factors]
+
+    comparisons = compare(reference, [reference.factors(clip_norm) for clip_norm in clip_norms], updates_of)
+    norm_error, steps = measure_errors(reference, clip_norms, comparisons)
     return MethodCheck("rounding", EXACT, norm_error=norm_error, steps=steps)
