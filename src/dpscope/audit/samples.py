@@ -81,17 +81,14 @@ class Samples:
 
         return map_tensors(self.template, take)
 
-    def shapes(self) -> list[torch.Size]:
-        """Return the shapes of one sample's tensors."""
-        return [rows.shape[1:] for rows in self.rows if rows is not None]
-
     def _add_batch(self, batch: Batch) -> int:
         """Add the batch's samples if they have the shapes of the first batch. Return the number of samples so far."""
         size = batch_size_of(batch)
         found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in tensors_of(batch)]
+        shapes, others = ([None if rows is None else rows.shape[1:] for rows in each] for each in (self.rows, found))
         if self.template is None:
             self.template, self.rows = batch, found
-        elif _same_shapes(self.rows, found):
+        elif shapes == others:
             self.rows = [
                 a if a is None or b is None else torch.cat([a, b]) for a, b in zip(self.rows, found, strict=True)
             ]
@@ -106,13 +103,6 @@ class Samples:
         self.extremes[name] = len(self) - 1
 
 
-def _same_shapes(rows: list[Tensor | None], found: list[Tensor | None]) -> bool:
-    return len(rows) == len(found) and all(
-        (a is None) == (b is None) and (a is None or b is None or a.shape[1:] == b.shape[1:])
-        for a, b in zip(rows, found, strict=True)
-    )
-
-
 MAX_SIZES = 5  # sizes
 MAX_SAMPLES = 96  # in all of them together: what a check can afford
 SMALL_BYTES = 2**29  # per-sample gradients that a method may hold in any case; of a large model,
@@ -123,7 +113,7 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
     """Return the lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
     model = loop.loop.model
     found = [
-        *(length for shape in samples.shapes() for length in shape),
+        *(length for rows in samples.rows if rows is not None for length in rows.shape[1:]),
         *(
             value
             for module in model.modules()

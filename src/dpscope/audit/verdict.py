@@ -131,12 +131,12 @@ def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
 
 def conclusion(audits: dict[str, Audit]) -> str:
     """Return the last line, which says that passed tests are no proof."""
-    endings = group_names((method, _ending(audit)) for method, audit in audits.items())
+
+    def ending(audit: Audit) -> str:
+        tests = group_names((name, finding.verdict) for name, finding in audit.findings())
+        if BREACH in tests:
+            return f"BREACH ({tests[BREACH]})"
+        return f"{tests[HELD]} held" if HELD in tests else "not tried"
+
+    endings = group_names((method, ending(audit)) for method, audit in audits.items())
     return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
-
-
-def _ending(audit: Audit) -> str:
-    tests = group_names((name, finding.verdict) for name, finding in audit.findings())
-    if BREACH in tests:
-        return f"BREACH ({tests[BREACH]})"
-    return f"{tests[HELD]} held" if HELD in tests else "not tried"

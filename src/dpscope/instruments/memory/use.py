@@ -190,8 +190,15 @@ def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
     if life.birth.operator != BEFORE_STEP:
         for rule in rules:
             name = rule(life.birth)
-            if name is not None:
-                return (_checked(name, rule),) * 2
+            if name is None:
+                continue
+            if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
+                known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
+                raise UserError(
+                    f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of "
+                    f"{known}, or a new name in lower_case_letters"
+                )
+            return name, name
         declared = component_of(life.birth.function, life.birth.operator)
         if declared is not None:
             return declared, declared
@@ -201,16 +208,6 @@ def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
         return ACTIVATIONS, ACTIVATIONS
     beyond = ACTIVATION_HOOKS if life.kept else TEMP_MATRICES
     return (ACTIVATIONS if life.was_saved else beyond), beyond
-
-
-def _checked(name: object, rule: ComponentRule) -> str:
-    if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
-        known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
-        raise UserError(
-            f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of {known}, "
-            "or a new name in lower_case_letters"
-        )
-    return name
 
 
 def _points(
