@@ -6,7 +6,6 @@ path of one. Times are in milliseconds, memory in bytes. `device` is the GPU: CP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +75,9 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
 
     trace = as_trace(source)
 
+    def operators_around(event: Event) -> list[Event]:
+        return [around for around in event.ancestors() if around.category == OPERATOR]
+
     def row(event: Event, **figures: float) -> dict[str, Any]:
         return {"operator": event.name, "input_shapes": _shape(event) if by_shape else "", **figures}
 
@@ -84,7 +86,8 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
             event,
             calls=1,
             self_cpu_ms=event.self_time / 1e3,
-            cpu_ms=0.0 if _is_recursive(event) else event.duration / 1e3,
+            # Without a call within a call of the same operator, whose time includes it.
+            cpu_ms=0.0 if event.name in {e.name for e in operators_around(event)} else event.duration / 1e3,
         )
         for event in trace.operators
     ]
@@ -92,7 +95,8 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
         operator, ms = trace.operator_of(work), work.duration / 1e3
         if operator is not None:
             rows.append(row(operator, self_device_ms=ms))
-            rows += [row(around, device_ms=ms) for around in _distinct([operator, *operator.ancestors()])]
+            distinct = {each.name: each for each in (operator, *operators_around(operator))}
+            rows += [row(around, device_ms=ms) for around in distinct.values()]
     if not by_shape:
         known = {event.name for event in trace.operators}
         rows += [
@@ -114,16 +118,6 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
 
 def _shape(event: Event) -> str:
     return str(event.args.get("Input Dims", "not recorded"))
-
-
-def _is_recursive(event: Event) -> bool:
-    """Return whether an event lies within a call of the same operator, whose time includes it."""
-    return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
-
-
-def _distinct(events: Iterable[Event]) -> list[Event]:
-    """Return the operators among the events, each name once."""
-    return list({event.name: event for event in events if event.category == OPERATOR}.values())
 
 
 def _most(table: DataFrame, column: str, limit: int) -> DataFrame:

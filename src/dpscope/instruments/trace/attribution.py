@@ -56,13 +56,11 @@ def launch_or_operator(trace: Trace, work: Event) -> Event:
 def step_views(trace: Trace) -> list[StepView]:
     """Return one view a recorded step. Work on the GPU belongs to the step that launched it."""
     phases = PhaseTimeline((e.name, e.start, e.end) for e in trace.annotations if e.name in (*PHASES, WAIT))
-    steps = trace.steps
+    calls = [c for c in trace.calls if c.nearest(lambda e: e.category == ANNOTATION and e.name == WAIT) is None]
+    launches = [(launch_or_operator(trace, work).start, work) for work in trace.device_work]
 
     def of(step: Event, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if step.start <= event.start < step.end]
-
-    def launched(step: Event, work: Event) -> bool:
-        return step.start <= launch_or_operator(trace, work).start < step.end
 
     return [
         StepView(
@@ -70,15 +68,11 @@ def step_views(trace: Trace) -> list[StepView]:
             step,
             phases,
             of(step, trace.operators),
-            [call for call in of(step, trace.calls) if not _is_ours(call)],
-            [work for work in trace.device_work if launched(step, work)],
+            of(step, calls),
+            [work for launched, work in launches if step.start <= launched < step.end],
         )
-        for step in steps
+        for step in trace.steps
     ]
-
-
-def _is_ours(call: Event) -> bool:
-    return call.nearest(lambda event: event.category == ANNOTATION and event.name == WAIT) is not None
 
 
 def main_thread_operators(view: StepView) -> list[Event]:

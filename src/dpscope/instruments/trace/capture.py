@@ -12,7 +12,6 @@ import gzip
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,7 @@ def record(
         with_flops=detail.flops,
     )
     ranges = module_ranges(model) if detail.modules and model is not None else contextlib.nullcontext()
-    with listening(_phase_range), ranges, profiler:
+    with listening(record_function), ranges, profiler:
         for done in range(schedule.steps):
             step()
             if device == "cuda":
@@ -162,11 +161,6 @@ def record(
             if profiler.current_action not in RECORDING:  # telling of progress takes time too
                 progress("traced step", done + 1, schedule.steps)
     return Recording(paths, flops)
-
-
-def _phase_range(name: str) -> AbstractContextManager[object]:
-    range_: AbstractContextManager[object] = record_function(name)
-    return range_
 
 
 def export_trace(profiler: profile, path: Path) -> Path:

@@ -34,16 +34,18 @@ def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[Synchro
     """Return where the host waited for the GPU (or would have, in a CPU trace), longest first, for an average step."""
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
-        places = _SourceLines(view.trace)
-        waits = _waits(view) if on_gpu else [event for event in view.operators if _reads_a_value(event)]
+        nest(view.trace.frames)
+        frames = EnclosingEvents(view.trace.frames)
+        reads = [event for event in view.operators if event.name in READS_A_VALUE]
+        outermost = [e for e in reads if not any(around.name in READS_A_VALUE for around in e.ancestors())]
+        waits = _waits(view) if on_gpu else outermost
         for wait in waits:
-            key = (wait.name, _outermost_operator(view.trace, wait), view.phases.at(wait.start), places.of(wait))
+            frame = frames.find(wait.thread, wait.start)  # of Python, where stacks were recorded
+            own = frame.nearest(_is_user_code) if frame is not None else None
+            where = "" if own is None else own.name
+            key = (wait.name, _outermost_operator(view.trace, wait), view.phases.at(wait.start), where)
             sums.add(key, 1, wait.duration / 1e3)
     return sums.rows("ms", "call", "operator", "phase", "where")
-
-
-def _reads_a_value(event: Event) -> bool:
-    return event.name in READS_A_VALUE and not any(around.name in READS_A_VALUE for around in event.ancestors())
 
 
 def _waits(view: StepView) -> list[Event]:
@@ -66,19 +68,6 @@ def _outermost_operator(trace: Trace, event: Event) -> str:
     chain = [e for e in (inner, *inner.ancestors()) if e.category == OPERATOR and not e.name.startswith("autograd::")]
     named = [e for e in chain if "::" in e.name] or chain
     return named[-1].name if named else inner.name
-
-
-class _SourceLines:
-    """Lines of Python, where stacks were recorded: the innermost frame that is not torch's own."""
-
-    def __init__(self, trace: Trace) -> None:
-        nest(trace.frames)
-        self._around = EnclosingEvents(trace.frames)
-
-    def of(self, event: Event) -> str:
-        frame = self._around.find(event.thread, event.start)
-        own = frame.nearest(_is_user_code) if frame is not None else None
-        return "" if own is None else own.name
 
 
 def _is_user_code(frame: Event) -> bool:
@@ -216,7 +205,10 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
         total += sum(work.duration for work in view.device_work)
         covered = union(clip_to(view.step, view.trace.device_work))
         busy += sum(end - start for start, end in covered)
-        asked = _launch_times(view)
+        asked = {}  # the start of each piece of work -> when the host had finished launching it
+        for work in view.trace.device_work:
+            launch = view.trace.launch_of(work)
+            asked[max(work.start, view.step.start)] = work.start if launch is None else launch.end
         host += (
             max((time for time in asked.values() if time <= view.step.end), default=view.step.start) - view.step.start
         )
@@ -242,15 +234,6 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
         "kernels": len(launched) / count,
         "mean_kernel_us": sum(work.duration for work in launched) / max(len(launched), 1),
     }
-
-
-def _launch_times(view: StepView) -> dict[float, float]:
-    """Map the start of each piece of GPU work to the time at which the host had finished launching it."""
-    times = {}
-    for work in view.trace.device_work:
-        launch = view.trace.launch_of(work)
-        times[max(work.start, view.step.start)] = work.start if launch is None else launch.end
-    return times
 
 
 def _kernels(views: Sequence[StepView]) -> list[payload.Kernel]:
@@ -281,8 +264,9 @@ def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
     for view in views:
         for word in KEYWORDS:
             sums.add(word, 0, 0, 0, 0, 0)
-            outermost = {id(e) for e in view.operators if word in e.name.lower() and not _inside(e, word)}
-            calls = [event for event in view.operators if id(event) in outermost]
+            named = [event for event in view.operators if word in event.name.lower()]
+            calls = [e for e in named if not any(word in around.name.lower() for around in e.ancestors())]
+            outermost = {id(event) for event in calls}
             sums.add(word, 0, 0, len(calls), _ms(sum(event.duration for event in calls)), 0)
             for work in view.device_work:
                 if word in work.name.lower():
@@ -291,10 +275,6 @@ def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
                 if operator is not None and operator.nearest(lambda e: id(e) in outermost) is not None:  # noqa: B023
                     sums.add(word, 0, 0, 0, 0, _ms(work.duration))
     return sums.rows("operator_cpu_ms", "word")
-
-
-def _inside(event: Event, word: str) -> bool:
-    return any(word in around.name.lower() for around in event.ancestors())
 
 
 def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:
