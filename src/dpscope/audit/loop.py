@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,8 +105,8 @@ class LoopFactory:
         """Return a running loop; `silent`: with dropout and the like switched off."""
         return RunningLoop(self, max_grad_norm, noise_multiplier, silent=silent)
 
-    def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
-        """Return a new loop with a seed of its own."""
+    def make(self, max_grad_norm: float, noise_multiplier: float, *, silent: bool) -> Loop:
+        """Return a new loop with a seed of its own; `silent`: with dropout and the like switched off."""
         if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
             release_memory()  # of loops before
         self.made += 1
@@ -123,6 +124,8 @@ class LoopFactory:
             self.start = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
             self.start_buffers = {name: b.detach().clone() for name, b in loop.model.named_buffers()}
             self.trainable = [name for name, p in loop.model.named_parameters() if p.requires_grad]
+        if silent:
+            silence(loop.model)
         return loop
 
     def rounding(self, scale: float) -> float:
@@ -145,15 +148,9 @@ class RunningLoop:
     def __init__(
         self, factory: LoopFactory, max_grad_norm: float, noise_multiplier: float, *, silent: bool = False
     ) -> None:
-        self.factory = factory
-        self.max_grad_norm, self.noise_multiplier, self.silent = max_grad_norm, noise_multiplier, silent
+        self.factory, self.noise_multiplier = factory, noise_multiplier
+        self._make = partial(factory.make, max_grad_norm, noise_multiplier, silent=silent)
         self.loop = self._make()
-
-    def _make(self) -> Loop:
-        loop = self.factory.make(self.max_grad_norm, self.noise_multiplier)
-        if self.silent:
-            silence(loop.model)
-        return loop
 
     def step(self, batch: Batch, factor: float = 1.0, *, state: RandomStates | int = 0) -> ObservedStep:
         """Take one step from the parameters of the start, times `factor`.

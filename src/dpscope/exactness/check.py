@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dpscope import numbers
 from dpscope.audit.check import check_loop
-from dpscope.audit.verdict import Audit
 from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
@@ -50,6 +49,14 @@ ROUNDINGS = 4
 
 LoadTrainer = Callable[[], type[TrainerBase]]
 ReportProgress = Callable[[str], None]
+
+
+def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
+    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
+    if isinstance(method, str):
+        found = resolve_method(method)
+        return found.name, partial(load_trainer, found)
+    return method.__name__, lambda: method
 
 
 def check(
@@ -144,19 +151,30 @@ def check(
     progress("do samples mix?")
     gradient = gradient_of_the_batch(subject)
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
-    if not any(reference.finite):
-        raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
-    if not reference.norms.any() and not mixing:
-        raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
-    yardstick = _make_yardstick(subject, reference, dtype, max_grad_norm, tolerance, progress)
+    reference.require_gradients(mixing=mixing is not None)
+    number_format, _ = NUMBER_FORMATS[dtype]
+    clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
+    rounding = None
+    if number_format != torch.float64:
+        progress(f"what {dtype} rounding alone does")
+        rounding = measure_rounding(subject, reference, clip_norms, number_format)
+    yardstick = Yardstick(reference, number_format, how, clip_norms, tolerance, rounding)
     reference.release()
     checks = []
     for method, load in trainers.items():
         progress(method if compile == EAGER else f"{method}, compiling")
         with nullcontext() if compile == EAGER else any_number_of_graphs():
-            found = _check_method(method, load, yardstick, how, time_paths)
-            if neighbours and (found.steps or not yardstick.clip_norms):
-                found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
+            found = yardstick.check_method(method, load, time_paths=time_paths)
+            if neighbours and (found.steps or not clip_norms):
+                seeds = itertools.count(subject.seed)
+                audit = check_loop(
+                    loop_maker(load(), subject, number_format, how),
+                    (cast_batch(workload.batch(seed, subject.device), number_format) for seed in seeds),
+                    sizes=sizes,
+                    seed=subject.seed,
+                    progress=lambda what, method=method: progress(f"{method}: {what}"),
+                )
+                found = replace(found, audit=audit)
         checks.append(found)
     return Check(
         workload=name,
@@ -166,36 +184,32 @@ def check(
         parameters=sum(1 for _ in subject.model.named_parameters()),
         trainable=len(subject.trainable),
         norms=reference.norms.tolist(),
-        clip_norms=yardstick.clip_norms,
+        clip_norms=clip_norms,
         tied=subject.tied,
         notes=subject.notes,
         faults=[mixing] if mixing else [],
         warnings=list(_warnings(yardstick, gradient, narrow=narrow)),
         loose=yardstick.loose,
         roundings=ROUNDINGS,
-        rounding=yardstick.rounding,
+        rounding=rounding,
         methods=checks,
     )
 
 
-def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
-    if isinstance(method, str):
-        found = resolve_method(method)
-        return found.name, partial(load_trainer, found)
-    return method.__name__, lambda: method
-
-
 @dataclass(frozen=True)
 class Yardstick:
-    """Reference that every method is compared with, and the allowed error."""
+    """Reference that every method is compared with, how a step is taken, and the allowed error."""
 
-    subject: Subject
     reference: Reference
     dtype: torch.dtype  # of the methods
+    how: TrainerSettings
     clip_norms: list[float]  # none where no sample has a gradient of its own
     tolerance: float
     rounding: MethodCheck | None  # what the number format alone does; None in float64
+
+    @property
+    def subject(self) -> Subject:
+        return self.reference.subject
 
     @cached_property
     def limits(self) -> dict[str, float]:
@@ -211,74 +225,37 @@ class Yardstick:
         """Parameters that are allowed more than the tolerance."""
         return [name for name, limit in self.limits.items() if limit > self.tolerance]
 
-
-def _make_yardstick(
-    subject: Subject,
-    reference: Reference,
-    dtype: str,
-    max_grad_norm: float | None,
-    tolerance: float,
-    progress: ReportProgress,
-) -> Yardstick:
-    number_format, _ = NUMBER_FORMATS[dtype]
-    clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
-    rounding = None
-    if number_format != torch.float64:
-        progress(f"what {dtype} rounding alone does")
-        rounding = measure_rounding(subject, reference, clip_norms, number_format)
-    return Yardstick(subject, reference, number_format, clip_norms, tolerance, rounding)
-
-
-def _check_method(
-    method: str, load: LoadTrainer, yardstick: Yardstick, how: TrainerSettings, time_paths: bool
-) -> MethodCheck:
-    subject, reference, clip_norms = yardstick.subject, yardstick.reference, yardstick.clip_norms
-    if not clip_norms:
-        return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
-    try:
-        take = partial(measure_update, load(), subject, dtype=yardstick.dtype, how=how)
-        with nullcontext() if how.compile == EAGER else must_compile():
-            updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
-            again = take(clip_norm=clip_norms[1], seed=subject.seed + 1, time_paths=time_paths)
-    except Exception as error:
-        status, reason = outcome_of_exception(error)
-        if status == SKIPPED or isinstance(error, NotImplementedError):
-            return MethodCheck(method, SKIPPED, reason)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
-        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-        return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
-    sums, right = [update.sums for update in updates], [reference.factors(c) for c in clip_norms]
-    comparisons = compare(reference, right, lambda turn: sums, sums[0])
-    faults = find_faults(Evidence(reference, updates, again, yardstick.limits, comparisons))
-    norm_error, steps = measure_errors(reference, clip_norms, comparisons)
-    reference.release()
-    return MethodCheck(
-        method=method,
-        verdict=NOT_EXACT if faults else EXACT,
-        norm_error=norm_error,
-        steps=steps,
-        faults=faults,
-        notes=updates[1].notes,
-        paths=None if again.paths is None else [asdict(row) for row in again.paths],
-    )
-
-
-def _audit(
-    method: str,
-    trainer: type[TrainerBase],
-    workload: Workload,
-    yardstick: Yardstick,
-    how: TrainerSettings,
-    sizes: Sequence[int] | None,
-    progress: ReportProgress,
-) -> Audit:
-    subject, dtype = yardstick.subject, yardstick.dtype
-    make_loop = loop_maker(trainer, lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size, how)
-    seeds = itertools.count(subject.seed)
-    batches = (cast_batch(workload.batch(seed, subject.device), dtype) for seed in seeds)
-    return check_loop(
-        make_loop, batches, sizes=sizes, seed=subject.seed, progress=lambda what: progress(f"{method}: {what}")
-    )
+    def check_method(self, method: str, load: LoadTrainer, *, time_paths: bool) -> MethodCheck:
+        """Compare the updates of a method with the reference, and name what is wrong with them."""
+        subject, reference, clip_norms = self.subject, self.reference, self.clip_norms
+        if not clip_norms:
+            return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
+        try:
+            take = partial(measure_update, load(), subject, dtype=self.dtype, how=self.how)
+            with nullcontext() if self.how.compile == EAGER else must_compile():
+                updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
+                again = take(clip_norm=clip_norms[1], seed=subject.seed + 1, time_paths=time_paths)
+        except Exception as error:
+            status, reason = outcome_of_exception(error)
+            if status == SKIPPED or isinstance(error, NotImplementedError):
+                return MethodCheck(method, SKIPPED, reason)
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
+            lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+            return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
+        sums, right = [update.sums for update in updates], [reference.factors(c) for c in clip_norms]
+        comparisons = compare(reference, right, lambda turn: sums, sums[0])
+        faults = find_faults(Evidence(reference, updates, again, self.limits, comparisons))
+        norm_error, steps = measure_errors(reference, clip_norms, comparisons)
+        reference.release()
+        return MethodCheck(
+            method=method,
+            verdict=NOT_EXACT if faults else EXACT,
+            norm_error=norm_error,
+            steps=steps,
+            faults=faults,
+            notes=updates[1].notes,
+            paths=None if again.paths is None else [asdict(row) for row in again.paths],
+        )
 
 
 def _warnings(yardstick: Yardstick, gradient: dict[str, Tensor | None], *, narrow: bool) -> Iterator[str]:

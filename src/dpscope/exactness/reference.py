@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpscope.audit.loop import Tensors, release_memory
 from dpscope.audit.mixing import ModuleValues, Rows, first_difference, recording
 from dpscope.batches import cast_batch, sample_of
+from dpscope.errors import UserError
 from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import gradients_by_name
 
@@ -71,6 +72,15 @@ class Reference:
     def norms(self) -> Tensor:
         """(B,) ‖v_b‖ over all parameters together."""
         return torch.stack([gram.diagonal() for gram in self.grams.values()]).sum(0).sqrt()
+
+    def require_gradients(self, *, mixing: bool) -> None:
+        """Raise `UserError` if no sample has a gradient to clip; where samples mix, none need have its own."""
+        if not any(self.finite):
+            raise UserError(
+                "the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip"
+            )
+        if not self.norms.any() and not mixing:
+            raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
 
     def factors(self, clip_norm: float) -> FactorsByName:
         """Return the factors of the clipping rule: (B,) for each parameter."""

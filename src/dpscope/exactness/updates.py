@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Loop, MakeLoop, Tensors, release_memory
-from dpscope.batches import LossFn, split_batch
+from dpscope.batches import split_batch
 from dpscope.errors import UserError
 from dpscope.exactness.reference import (
     Reference,
@@ -51,25 +51,28 @@ def physical_batch_size(samples: int, how: TrainerSettings) -> int:
 
 
 def _make_trainer(
-    kind: type[TrainerBase], model: nn.Module, loss: LossFn, samples: int, how: TrainerSettings, **privacy: Any
+    kind: type[TrainerBase], model: nn.Module, subject: Subject, how: TrainerSettings, **privacy: Any
 ) -> TrainerBase:
     """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
     sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
-    return kind(model, loss, replace(how, batch_size=physical_batch_size(samples, how), **sgd))
+    return kind(model, subject.loss, replace(how, batch_size=physical_batch_size(subject.batch_size, how), **sgd))
 
 
 def loop_maker(
-    trainer_class: type[TrainerBase],
-    make_model: Callable[[], nn.Module],
-    loss: LossFn,
-    batch_size: int,
-    how: TrainerSettings,
+    trainer_class: type[TrainerBase], subject: Subject, dtype: torch.dtype, how: TrainerSettings
 ) -> MakeLoop:
+    """Return a function that makes loops of the method's trainer, for an audit."""
+
     def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
-        model = make_model()
+        model, _ = subject.fresh(dtype)
         privacy = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "seed": seed}
-        trainer = _make_trainer(trainer_class, model, loss, batch_size, how, **privacy)
-        rate = 1 / DATASET_BATCHES
+        trainer = _make_trainer(trainer_class, model, subject, how, **privacy)
+        rate, accountant = 1 / DATASET_BATCHES, None
+        if attach := getattr(trainer.optimizer, "attach_step_hook", None):
+            from opacus.accountants import RDPAccountant
+
+            accountant = RDPAccountant()
+            attach(accountant.get_optimizer_hook_fn(sample_rate=rate))
 
         def step(batch: Batch) -> None:
             trainer.train_step(*split_batch(batch, how.accumulate))
@@ -77,8 +80,8 @@ def loop_maker(
         return Loop(
             model=trained_model(trainer, model),
             step=step,
-            scale=HUGE_LEARNING_RATE / batch_size,
-            accountant=_account(trainer, rate),
+            scale=HUGE_LEARNING_RATE / subject.batch_size,
+            accountant=accountant,
             sample_rate=rate,
             save=lambda: copy.deepcopy(trainer.optimizer.state_dict()),
             resume=trainer.optimizer.load_state_dict,
@@ -91,18 +94,6 @@ def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
     """Return the module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
     own = {id(p) for p in model.parameters()}
     return model if own & {id(p) for p in trainer.model.parameters()} else trainer.model
-
-
-def _account(trainer: TrainerBase, sample_rate: float) -> Any:
-    """Return Opacus's accountant, attached to an optimizer that has step hooks; None if it has none."""
-    attach = getattr(trainer.optimizer, "attach_step_hook", None)
-    if attach is None:
-        return None
-    from opacus.accountants import RDPAccountant
-
-    accountant = RDPAccountant()
-    attach(accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-    return accountant
 
 
 @dataclass(frozen=True)
@@ -134,10 +125,13 @@ def measure_update(
     before = dict(subject.model.named_parameters())
     torch.manual_seed(seed)
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "seed": seed}
-    trainer = _make_trainer(trainer_class, model, subject.loss, subject.batch_size, how, **privacy)
+    trainer = _make_trainer(trainer_class, model, subject, how, **privacy)
     trainer.train_step(*split_batch(batch, how.accumulate))
     sums, moved, trainable = {}, [], set(subject.trainable)
-    for name, after in _trained_parameters(trainer, model).items():
+    own, trained = dict(model.named_parameters()), list(trained_model(trainer, model).parameters())
+    if [p.shape for p in trained] != [p.shape for p in own.values()]:
+        raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
+    for name, after in zip(own, trained, strict=True):  # under the model's own names
         step = (before[name].detach().to(dtype).double() - after.detach().double()).cpu()
         if name in trainable:
             sums[name] = (step * (subject.batch_size / HUGE_LEARNING_RATE)).to(dtype)
@@ -146,17 +140,9 @@ def measure_update(
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
     notes = [note["sentence"] for note in trainer.notes()]
     paths = None if explain is None else explain(measured=True) if time_paths else explain()
-    del trainer, model, explain, after
+    del trainer, model, explain, own, trained, after
     release_memory()
     return Update(clip_norm, sums, moved, notes, paths)
-
-
-def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters after the step, under the model's own names. A trainer may wrap or copy the model."""
-    own, trained = dict(model.named_parameters()), list(trained_model(trainer, model).parameters())
-    if [p.shape for p in trained] != [p.shape for p in own.values()]:
-        raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
-    return dict(zip(own, trained, strict=True))
 
 
 # Beyond this the samples' gradients are so nearly parallel that an update does not say who contributed what.

@@ -28,7 +28,7 @@ from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.packages import version_of
 from dpscope.places import is_own_source
-from dpscope.results.identity import LIBRARIES, MUST_BE_EQUAL
+from dpscope.results.identity import LIBRARIES
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import NO_ROOM
 from dpscope.runner.spec import RunSpec
@@ -189,10 +189,6 @@ def collect_in_child(device: str) -> dict[str, Any]:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     environment: dict[str, Any] = json.loads(output.splitlines()[-1])
     return environment
-
-
-def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in MUST_BE_EQUAL)
 
 
 def resolve_device(device: str) -> str:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +25,10 @@ from dpscope import numbers
 from dpscope.endings import outcome_of_exit
 from dpscope.errors import UserError
 from dpscope.places import number_in
+from dpscope.results.identity import MUST_BE_EQUAL
 from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
-from dpscope.runner.measure import collect_in_child, same_environment
+from dpscope.runner.measure import collect_in_child
 from dpscope.runner.spec import RunSpec
 from dpscope.units import format_duration
 from dpscope.vocabulary.settings import EAGER
@@ -100,12 +100,8 @@ def launch(
             "some space, or set TMPDIR to a folder that has some"
         )
     if timed_out:
-        limit = limits.in_words
-        result = result_for(
-            spec.to_dict(),
-            status=TIMEOUT,
-            reason=f"no result within {limit}: raise --timeout or use a smaller size",
-        )
+        reason = f"no result within {limits.in_words}: raise --timeout or use a smaller size"
+        result = result_for(spec.to_dict(), status=TIMEOUT, reason=reason)
     else:
         try:
             return read_result(output)
@@ -176,7 +172,8 @@ def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> b
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been fixed since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
-    return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
+    same = all(result.environment.get(key) == environment.get(key) for key in MUST_BE_EQUAL)
+    return lasting and result.spec == spec.to_dict() and same
 
 
 def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
@@ -202,15 +199,15 @@ def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Env
         yield lambda spec: {}
         return
     with tempfile.TemporaryDirectory(prefix="dpscope-compiled-", ignore_cleanup_errors=True) as folder:
-        yield partial(_environment, Path(folder))
 
+        def environment_of(spec: RunSpec) -> Environment:
+            if spec.compile == EAGER:
+                return {}
+            of_the_row = Path(folder) / replace(spec, instrument="time", options={}).digest  # for all its instruments
+            of_the_row.mkdir(exist_ok=True)
+            return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}
 
-def _environment(folder: Path, spec: RunSpec) -> Environment:
-    if spec.compile == EAGER:
-        return {}
-    of_the_row = folder / replace(spec, instrument="time", options={}).digest  # the same for all its instruments
-    of_the_row.mkdir(exist_ok=True)
-    return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}
+        yield environment_of
 
 
 class SweepObserver:

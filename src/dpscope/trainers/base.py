@@ -52,22 +52,18 @@ def require_private_trainable(model: nn.Module) -> None:
     """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
     from dpscope.flash.layers.refusals import uses_the_batchs_statistics  # which ordinary training does not need
 
-    mixing = [
-        f"{name or 'the model itself'} is {type(module).__name__}, use {_replacement(module)}"
-        for name, module in model.named_modules()
-        if uses_the_batchs_statistics(module)
-    ]
+    mixing = []
+    for name, module in model.named_modules():
+        if not uses_the_batchs_statistics(module):
+            continue
+        instead = "track_running_stats=False"
+        if isinstance(module, _BatchNorm):
+            groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            instead = f"nn.GroupNorm({groups}, {module.num_features})" if trained else "eval() mode, for it is frozen"
+        mixing.append(f"{name or 'the model itself'} is {type(module).__name__}, use {instead}")
     if mixing:
         raise NotPrivateError(f"cannot be trained privately, layers mix the samples of a batch: {'; '.join(mixing)}")
-
-
-def _replacement(module: nn.Module) -> str:
-    if isinstance(module, _BatchNorm):
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return "eval() mode, for it is frozen"
-        groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
-        return f"nn.GroupNorm({groups}, {module.num_features})"
-    return "track_running_stats=False"
 
 
 AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters

@@ -162,17 +162,12 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.collectives.setdefault(name, {"calls": 0, "bytes": 0, "sent_bytes": 0})
         found["calls"] += 1
         found["bytes"] += size
-        factor = _SENT.get(name)
-        found["sent_bytes"] += size if factor is None else round(size * factor(_group_size(args)))
+        if name in _SENT:
+            boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+            ranks = dist.ProcessGroup.unbox(boxed[0]).size() if boxed else dist.get_world_size()
+            size = round(size * _SENT[name](ranks))
+        found["sent_bytes"] += size
         self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
-
-
-def _group_size(args: Any) -> int:
-    """Return the size of the process group among the arguments of one of c10d's operators."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg).size()
-    return dist.get_world_size()
 
 
 GLOO = "gloo:"  # before the name of a collective, in the range around it on one of gloo's threads
