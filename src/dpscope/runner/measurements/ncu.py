@@ -14,7 +14,7 @@ from dpscope.instruments.ncu.metrics import KERNEL_METRICS, TENSOR_OPS_OF, TRAFF
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
 from dpscope.instruments.ncu.running import NcuCapture, find_ncu
 from dpscope.instruments.timing import Progress
-from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, NcuPayload
 from dpscope.results.schema import Result, result_for
 from dpscope.runner.ranged_step import program, read_outcome
 from dpscope.runner.spec import RunSpec
@@ -40,24 +40,21 @@ def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
     payload: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
     payload |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
     files: dict[str, str] = {}  # what it is -> file
+    outcome: dict[str, Any] = {}
     try:
         _count_step(spec, progress, folder, payload, files)
         if spec.option("per_kernel"):
             _count_kernels(spec, progress, folder, payload, files)
     except ProgramFailed as error:
-        status, reason = error.args
-        return _result(spec, payload, files, status=status, reason=reason)
+        outcome = dict(zip(("status", "reason"), error.args, strict=True))
     except NotCounted as why:
         if spec.option("require_measured"):
             raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
         payload |= {"source": ESTIMATE, "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
-    progress("ceilings and estimate", 0, 1)
-    payload["ceilings"] = measure_ceilings(spec.device)
-    _add_estimate(spec, payload)
-    return _result(spec, payload, files)
-
-
-def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome: Any) -> Result:
+    if not outcome:
+        progress("ceilings and estimate", 0, 1)
+        payload["ceilings"] = measure_ceilings(spec.device)
+        _add_estimate(spec, payload)
     return result_for(spec.to_dict(), ncu=payload, files=files, **outcome)
 
 
@@ -171,10 +168,23 @@ def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
 
 
 def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
-    """Add bytes estimated from tensor sizes: instead of a measurement, or beside it to show the estimate's error."""
+    """Add bytes estimated from tensor sizes: instead of a measurement, or beside it to show the estimate's error.
+
+    Where kernels were counted, note how many the step launches.
+    """
+    from dpscope.instruments.estimate import estimate_traffic
+    from dpscope.runner.steps import TrainingSteps
+    from dpscope.trainers.modes import eager_calls
+
     measured = payload["source"] == MEASURED
     try:
-        estimate = _estimate(spec, payload["kernels"] if measured else {})
+        step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
+        step.warm_up()
+        if measured and payload["kernels"]:
+            payload["kernels"]["calls_total"] = reading.count_launches(step)
+        with eager_calls():
+            estimate = estimate_traffic(step, device=spec.device)
+        step.require_finite()
     except MeasurementFailed:
         raise
     except Exception as error:
@@ -187,22 +197,6 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
         payload |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
         payload["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC_FORMULAS if name not in traffic}
     payload["estimate"] = estimate
-
-
-def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
-    """Return the estimate of a step, and note in `kernels` how many kernels the step launches."""
-    from dpscope.instruments.estimate import estimate_traffic
-    from dpscope.runner.steps import TrainingSteps
-    from dpscope.trainers.modes import eager_calls
-
-    step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
-    step.warm_up()
-    if kernels:
-        kernels["calls_total"] = reading.count_launches(step)
-    with eager_calls():
-        estimate = estimate_traffic(step, device=spec.device)
-    step.require_finite()
-    return estimate
 
 
 Figures = dict[str, Any]
