@@ -33,11 +33,14 @@ class ModuleValues:
     gradients: Values = field(default_factory=list)  # of outputs
 
 
-class Rows(NamedTuple):
+class ComparedRows(NamedTuple):
     """The samples of a run that are compared: how many it has, and where those are."""
 
     samples: int
     places: Sequence[int]
+
+
+RowPair = tuple[ComparedRows, ComparedRows]  # of two runs, in the same order
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
-def first_difference(first: Values, second: Values, rows: tuple[Rows, Rows], tolerance: float = CHANGED) -> str | None:
+def first_difference(first: Values, second: Values, rows: RowPair, tolerance: float = CHANGED) -> str | None:
     """Return the first place of two runs where the rows of the same samples differ; None if there is none."""
     for where, one, other in _rows_in_both(first, second, rows):
         apart = (one - other).where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
@@ -76,7 +79,7 @@ def first_difference(first: Values, second: Values, rows: tuple[Rows, Rows], tol
     return None
 
 
-def _rows_in_both(first: Values, second: Values, rows: tuple[Rows, Rows]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _rows_in_both(first: Values, second: Values, rows: RowPair) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the compared rows of all tensors that have a row, or equally many, for each sample in both runs.
 
     Samples are along the dimension that is longer in the larger batch; the first for batches of one size. Where an
@@ -90,8 +93,8 @@ def _rows_in_both(first: Values, second: Values, rows: tuple[Rows, Rows]) -> Ite
         repeats = [divmod(each.shape[along], of.samples) for each, of in zip((one, other), rows, strict=True)]
         if not more and repeats[0] == repeats[1] and not repeats[0][1]:
             kept = (each.chunk(of.samples, along) for each, of in zip((one, other), rows, strict=True))
-            pair = (torch.cat([parts[i] for i in of.places]) for parts, of in zip(kept, rows, strict=True))
-            yield where, *(each.double() for each in pair)
+            a, b = (torch.cat([parts[i] for i in of.places]) for parts, of in zip(kept, rows, strict=True))
+            yield where, a.double(), b.double()
 
 
 class MeetingPlace(NamedTuple):
@@ -107,7 +110,7 @@ def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: i
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except StepFailed as error:
         return MeetingPlace(f"where samples meet could not be traced: {error}", found=False)
-    others = Rows(size, [row for row in range(size) if row != position])
+    others = ComparedRows(size, [row for row in range(size) if row != position])
     rows = (others, others)
     if not any(True for _ in _rows_in_both(first.values, second.values, rows)):
         return MeetingPlace("which module it is cannot be traced: none is called with a batch of samples", found=False)

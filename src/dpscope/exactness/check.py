@@ -172,7 +172,7 @@ def check(
                     (cast_batch(workload.batch(seed, subject.device), number_format) for seed in seeds),
                     sizes=sizes,
                     seed=subject.seed,
-                    progress=lambda what, method=method: progress(f"{method}: {what}"),
+                    progress=lambda what: progress(f"{method}: {what}"),  # noqa: B023
                 )
                 found = replace(found, audit=audit)
         checks.append(found)

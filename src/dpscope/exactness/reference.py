@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Tensors, release_memory
-from dpscope.audit.mixing import ModuleValues, Rows, first_difference, recording
+from dpscope.audit.mixing import ComparedRows, ModuleValues, first_difference, recording
 from dpscope.batches import cast_batch, sample_of
 from dpscope.errors import UserError
 from dpscope.exactness.subject import REPEATABLE, Subject
@@ -266,7 +266,7 @@ def find_mixing(subject: Subject) -> str | None:
         alone, single = _run(subject, model, sample_of(subject.batch, index, subject.batch_size))
         if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
             continue
-        rows = (Rows(subject.batch_size, [index]), Rows(1, [0]))
+        rows = (ComparedRows(subject.batch_size, [index]), ComparedRows(1, [0]))
         where = first_difference(whole.values, single.values, rows, tolerance=REPEATABLE)
         what = where or "in the loss: every module's output for a sample is its own"
         return (

@@ -157,8 +157,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if name == "convolution_backward":
         # For each gradient as many as forward takes. torch's formula for the weight's ignores groups.
         g, x, weight, *options = args
-        shapes = (list(each.shape) for each in (x, weight, g))
-        return int(conv_flop_count(*shapes, transposed=options[4]) * sum(options[7][:2]))
+        forward = conv_flop_count(list(x.shape), list(weight.shape), list(g.shape), transposed=options[4])
+        return int(forward * sum(options[7][:2]))
     formula = flop_registry.get(_FORMULA_OF.get(name, func._overloadpacket))
     if formula is None and name == "addmm_":
         formula = flop_registry[torch.ops.aten.addmm]

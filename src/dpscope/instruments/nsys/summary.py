@@ -38,7 +38,7 @@ def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
     phases = [BETWEEN_PHASES if (name := marked.at(moment)) == STEP else name for moment in launched]
     gaps = _gaps(timeline.activities, launches, phases)
     of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, MEMCPY, MEMSET)}
-    waits = [a.start - call.start for a in of_kind[KERNEL] if (call := launches.get(a.call)) is not None]
+    waits = [a.start - launches[a.call].start for a in of_kind[KERNEL] if a.call in launches]
     return {
         "gpu_name": timeline.gpu,
         "steps": steps or None,
