@@ -63,7 +63,12 @@ class Samples:
             raise UserError("no batch was given: an audit needs samples to make its own batches of")
         self.ordinary = list(range(min(max_samples, len(self))))
         for name, change in EXTREMES.items():
-            self._add_extreme(name, change)
+            made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
+            pairs = list(zip(made, self.rows, strict=True))
+            if all(m is None or rows is None or torch.equal(m, rows[0]) for m, rows in pairs):
+                continue  # it is the ordinary sample itself
+            self.rows = [None if rows is None or m is None else torch.cat([rows, m[None]]) for m, rows in pairs]
+            self.extremes[name] = len(self) - 1
 
     def __len__(self) -> int:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
@@ -93,14 +98,6 @@ class Samples:
                 a if a is None or b is None else torch.cat([a, b]) for a, b in zip(self.rows, found, strict=True)
             ]
         return len(self)
-
-    def _add_extreme(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
-        pairs = list(zip(made, self.rows, strict=True))
-        if all(m is None or rows is None or torch.equal(m, rows[0]) for m, rows in pairs):
-            return  # it is the ordinary sample itself
-        self.rows = [None if rows is None or m is None else torch.cat([rows, m[None]]) for m, rows in pairs]
-        self.extremes[name] = len(self) - 1
 
 
 MAX_SIZES = 5  # sizes

@@ -250,11 +250,16 @@ class TrainingSteps:
     def require_finite(self) -> None:
         """Check the losses, and the parameters after the last update. Call it after all measurements."""
         self.require_finite_losses()
-        if name := _parameter_not_finite(self.trainer):
-            raise MeasurementFailed(
-                f"the loss was finite, but after {self._name(self._done - 1)} parameter {name} holds inf or NaN: its "
-                f"gradient is not finite, or training diverges. {self._advice()}"
-            )
+        for name, parameter in self.trainer.model.named_parameters():
+            values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            if not (values.numel() and parameter.requires_grad and values.is_floating_point()):
+                continue
+            # Only extremes are computed, which needs no extra memory.
+            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values)):
+                raise MeasurementFailed(
+                    f"the loss was finite, but after {self._name(self._done - 1)} parameter {name} holds inf or NaN: "
+                    f"its gradient is not finite, or training diverges. {self._advice()}"
+                )
 
     def _name(self, step: int) -> str:
         compiling = self.compilation.steps if self.compilation else 0
@@ -269,14 +274,3 @@ class TrainingSteps:
 
     def _advice(self) -> str:
         return f"Try --learning-rate {self._spec.learning_rate / 100:g}, and look at the loss function"
-
-
-def _parameter_not_finite(trainer: TrainerBase) -> str | None:
-    """Return the first parameter that is not finite. Only extremes are computed, which needs no extra memory."""
-    for name, parameter in trainer.model.named_parameters():
-        values = parameter.detach()
-        if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):
-            plain = torch.view_as_real(values) if values.is_complex() else values
-            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(plain)):
-                return name
-    return None

@@ -186,21 +186,22 @@ class Birth:
     by_autograd: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Life:
     """One storage: its birth, its owner, who keeps it, and the saved tensors of autograd that hold it."""
 
-    __slots__ = ("birth", "first", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
+    index: int
+    birth: Birth
+    first: TensorWeakRef  # the tensor it first appeared as
+    nbytes: int = field(init=False)  # now
+    module: str = field(init=False)
+    owner: str | None = None  # the component of who holds it for good
+    kept: bool = False  # the method was seen to hold it beyond what autograd does
+    saves: int = 0  # saved tensors of autograd's graph that hold it now
+    was_saved: bool = False
 
-    def __init__(self, index: int, birth: Birth, first: TensorWeakRef) -> None:
-        self.index = index
-        self.birth = birth
-        self.first = first  # the tensor it first appeared as
-        self.nbytes = birth.nbytes  # now
-        self.module = birth.module
-        self.owner: str | None = None  # the component of who holds it for good
-        self.kept = False  # the method was seen to hold it beyond what autograd does
-        self.saves = 0  # saved tensors of autograd's graph that hold it now
-        self.was_saved = False
+    def __post_init__(self) -> None:
+        self.nbytes, self.module = self.birth.nbytes, self.birth.module
 
 
 @dataclass

@@ -82,11 +82,8 @@ def copies(views: Sequence[StepView]) -> list[Copy]:
         for work in view.device_work:
             if work.category == "gpu_memcpy":
                 match = _KIND.search(work.name)
-                key = (
-                    match.group(1) if match else work.name,
-                    _outermost_operator(view.trace, work),
-                    view.phase_of(work),
-                )
+                kind = match.group(1) if match else work.name
+                key = (kind, _outermost_operator(view.trace, work), view.phase_of(work))
                 sums.add(key, 1, work.args.get("bytes", 0), work.duration / 1e3)
     return sums.rows("bytes", "kind", "operator", "phase")
 
@@ -153,12 +150,8 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
         "casts": casts(views),
     }
     if on_gpu:
-        summary |= {
-            "gpu": _gpu(views),
-            "kernels": _kernels(views),
-            "families": _families(views),
-            "copies": copies(views),
-        }
+        kernels, families = _kernels(views)
+        summary |= {"gpu": _gpu(views), "kernels": kernels, "families": families, "copies": copies(views)}
     if (found := collective_time(traces))["kinds"]:
         summary["collectives"] = found
     if any(event.name.startswith(MODULE) for trace in traces for event in trace.annotations):
@@ -209,9 +202,8 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
         for work in view.trace.device_work:
             launch = view.trace.launch_of(work)
             asked[max(work.start, view.step.start)] = work.start if launch is None else launch.end
-        host += (
-            max((time for time in asked.values() if time <= view.step.end), default=view.step.start) - view.step.start
-        )
+        in_step = [time for time in asked.values() if time <= view.step.end]
+        host += max(in_step, default=view.step.start) - view.step.start
         moment = view.step.start
         for start, end in covered:
             # If the next work had not been asked for when the GPU ran dry, the GPU waited for the host.
@@ -236,26 +228,21 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     }
 
 
-def _kernels(views: Sequence[StepView]) -> list[payload.Kernel]:
-    sums = Sums("count", "ms", "occupied", steps=len(views))
+def _kernels(views: Sequence[StepView]) -> tuple[list[payload.Kernel], list[payload.Family]]:
+    """Return time and occupancy of each kernel, and time of each family, copies and fills included."""
+    sums, families = Sums("count", "ms", "occupied", steps=len(views)), Sums("count", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
+            family, ms = kernel_family(work.name, view.phase_of(work)), _ms(work.duration)
+            families.add(family, 1, ms)
             if work.category == "kernel":
-                name, occupancy = short_kernel_name(work.name), work.args.get("est. achieved occupancy %", 0)
-                key = (name, kernel_family(work.name, view.phase_of(work)))
-                sums.add(key, 1, _ms(work.duration), _ms(work.duration) * float(occupancy or 0))
+                occupancy = work.args.get("est. achieved occupancy %", 0)
+                sums.add((short_kernel_name(work.name), family), 1, ms, ms * float(occupancy or 0))
     rows = sums.rows("ms", "kernel", "family")
     for row in rows:
         row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
-    return shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
-
-
-def _families(views: Sequence[StepView]) -> list[payload.Family]:
-    sums = Sums("count", "ms", steps=len(views))
-    for view in views:
-        for work in view.device_work:
-            sums.add(kernel_family(work.name, view.phase_of(work)), 1, _ms(work.duration))
-    return sums.rows("ms", "family")
+    shown = shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
+    return shown, families.rows("ms", "family")
 
 
 def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
