@@ -140,9 +140,8 @@ def record(
                 if row.flops:
                     flops[row.key] = flops.get(row.key, 0.0) + row.flops / steps
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     profiler = profile(
-        activities=activities,
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
         schedule=schedule.to_torch(),
         on_trace_ready=keep,
         record_shapes=detail.shapes or detail.flops,  # operations are worked out from shapes
@@ -178,15 +177,13 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
     open_ranges: list[record_function] = []
 
     def enter(name: str) -> None:
-        open_ranges.append(record_function(MODULE + name))
         if name:  # the model itself has no range
+            open_ranges.append(record_function(MODULE + name))
             open_ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(name: str, *_: object) -> None:
-        if open_ranges:
-            range_ = open_ranges.pop()
-            if name:
-                range_.__exit__(None, None, None)
+        if name and open_ranges:
+            open_ranges.pop().__exit__(None, None, None)
 
     with module_hooks(model, before=enter, after=leave, always=True):
         yield
