@@ -130,12 +130,8 @@ class LoopFactory:
 
     def rounding(self, scale: float) -> float:
         """Return what an update loses by being added to the parameters: a norm, in the unit of the sums."""
-        square = sum(
-            (float(p.double().norm()) * torch.finfo(p.dtype).eps) ** 2
-            for p in self.start.values()
-            if p.is_floating_point()
-        )
-        return math.sqrt(square) / scale
+        floating = [p for p in self.start.values() if p.is_floating_point()]
+        return math.hypot(*(float(p.double().norm()) * torch.finfo(p.dtype).eps for p in floating)) / scale
 
 
 class RunningLoop:
@@ -168,13 +164,11 @@ class RunningLoop:
         try:
             with _loop_errors():
                 self.loop.step(batch)
-            sums = {
-                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(
-                    torch.promote_types(p.dtype, torch.float32)
-                )
-                for name, p in self.loop.model.named_parameters()
-                if p.is_floating_point()
-            }
+            sums = {}
+            for name, p in self.loop.model.named_parameters():
+                if p.is_floating_point():
+                    total = (start[name].double() - p.detach().double()) / self.loop.scale
+                    sums[name] = total.to(torch.promote_types(p.dtype, torch.float32))
             before = self.factory.start_buffers
             changed = {
                 name: b.detach().double()

@@ -77,8 +77,7 @@ class NeighbourTest:
     def run(self) -> Finding:
         usable = [index for index in self.samples.ordinary if self.norms.get(index)]
         if not usable:
-            why = "no sample has a finite gradient that is not zero, so that nothing moves"
-            return not_tried("trials", why)
+            return not_tried("trials", "no sample has a finite gradient that is not zero, so that nothing moves")
         for silent, removes in self._ways():
             self.silent, self.removes = silent, removes
             self._copies(usable)
@@ -232,8 +231,7 @@ class NeighbourTest:
 
     def _faults(self) -> list[str]:
         faults = self.drifts[:1]
-        beyond = [trial for trial in self.trials if not trial.moved <= trial.limit]
-        if beyond:
+        if beyond := [trial for trial in self.trials if not trial.moved <= trial.limit]:
             faults.append(self._sentence(max(beyond, key=lambda trial: trial.share), len(beyond)))
             faults += self._locate(beyond)
         if leaking := next((trial for trial in self.trials if trial.buffers), None):
@@ -257,8 +255,7 @@ class NeighbourTest:
 
     def _locate(self, beyond: list[Trial]) -> Iterator[str]:
         """Find where the rows of other samples moved, by replacing a sample so that rows stay in place."""
-        replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
-        if replaced:
+        if replaced := [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]:
             trial = max(replaced, key=lambda trial: trial.share)
             loop = self._loop(trial.clip_norm, trial.silent)
             batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
@@ -266,8 +263,7 @@ class NeighbourTest:
             yield place.sentence
             if place.found:
                 return
-        usual = [trial for trial in beyond if trial.factor == 1]
-        if usual:
+        if usual := [trial for trial in beyond if trial.factor == 1]:
             yield from self._explain_shares(max(usual, key=lambda trial: trial.share))
         else:
             yield (

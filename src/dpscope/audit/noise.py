@@ -150,8 +150,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))
     if len(draws) < 2 or not samples:
         return
-    sentence = next(_sentences(draws, samples, min(1.0, rate)), None)
-    if sentence is not None:
+    if sentence := next(_sentences(draws, samples, min(1.0, rate)), None):
         yield f"batches are not drawn by Poisson sampling, which the accountant assumes: {sentence}; {USE_POISSON}"
 
 
@@ -224,8 +223,7 @@ class AccountingTest:
                 told[float(noise_multiplier), float(sample_rate)] += int(count)
             history = [(*key, count) for key, count in told.items()]
         except (AttributeError, TypeError, ValueError):
-            why = "the accountant has no history of (noise multiplier, sample rate, steps)"
-            return not_tried("steps", why)
+            return not_tried("steps", "the accountant has no history of (noise multiplier, sample rate, steps)")
         counted, steps = sum(n for *_, n in history), len(taken)
         faults = []
         if counted != steps:
@@ -299,8 +297,7 @@ class AccountingTest:
         reference = create_accountant(known or "prv")
         reference.history = [(self.noise_multiplier, run.loop.sample_rate or history[0][1], steps)]
         said, right = float(accountant.get_epsilon(delta=DELTA)), float(reference.get_epsilon(delta=DELTA))
-        wrong = abs(said - right) > EPSILON_TOLERANCE * right if known else said < TIGHTEST * right
-        if wrong:
+        if abs(said - right) > EPSILON_TOLERANCE * right if known else said < TIGHTEST * right:
             yield (
                 f"after {steps} steps the accountant says ε = {said:.4g} at δ = {DELTA:g}; Opacus's {known or 'prv'} "
                 f"accountant says {right:.4g}"

@@ -141,9 +141,8 @@ def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
         yield TestResult(Kind.SIZE, _chi_square(square, count), (name,), math.sqrt(square / count))
         mean = total / count
         spread = math.sqrt(max(NO_VARIANCE, square / count - mean**2))
-        yield TestResult(
-            Kind.MEAN, 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1)), (name,), mean
-        )
+        p = 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1))
+        yield TestResult(Kind.MEAN, p, (name,), mean)
     for step in steps:
         count, square = sum(step.counts[n] for n in names), sum(step.squares[n] for n in names)
         yield TestResult(Kind.STEP_SIZE, _chi_square(square, count), (step.label,), math.sqrt(square / count))

@@ -268,11 +268,7 @@ def _warnings(yardstick: Yardstick, gradient: dict[str, Tensor | None], *, narro
         yield f"the gradient of {list_names(still)} is zero for every sample: it does not move in this step"
     if infinite := [str(i) for i, finite in enumerate(reference.finite) if not finite]:
         yield f"the gradient of sample {', '.join(infinite)} is inf or NaN: it has to be left out of the sum"
-    silent = [
-        str(i)
-        for i, (norm, finite) in enumerate(zip(reference.norms.tolist(), reference.finite, strict=True))
-        if finite and norm == 0
-    ]
+    silent = [str(i) for i, finite in enumerate(reference.finite) if finite and reference.norms[i] == 0]
     if silent:
         yield f"the gradient of sample {', '.join(silent)} is zero: nothing is learned from it"
     if subject.batch_size == 1:

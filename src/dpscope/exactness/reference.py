@@ -57,7 +57,11 @@ class Reference:
             if number not in self._held:
                 self._held.clear()
                 release_memory()
-                self._held[number] = _gradients(self.subject, self.turns[number], self.finite)
+                held = self._held[number] = {name: [] for name in self.turns[number]}
+                found = sample_gradients(self.subject, torch.float64, self.turns[number])
+                for gradients, finite in zip(found, self.finite, strict=True):
+                    for name, gradient in gradients.items():
+                        held[name].append(gradient if finite else torch.zeros_like(gradient))
             turn = {name: v for name, v in self._held[number].items() if wanted is None or name in wanted}
             yield turn
             turn.clear()  # the caller still has it while the next is computed
@@ -146,22 +150,11 @@ def _turns(subject: Subject) -> list[list[str]]:
     }
     limit = max(SMALL_TURN, COPIES_IN_TURN * sum(sizes.values()) / subject.batch_size)
     turns: list[list[str]] = [[]]
-    held = 0
     for name, size in sizes.items():
-        if turns[-1] and held + size > limit:
+        if turns[-1] and sum(sizes[held] for held in turns[-1]) + size > limit:
             turns.append([])
-            held = 0
         turns[-1].append(name)
-        held += size
     return turns
-
-
-def _gradients(subject: Subject, names: Sequence[str], finite: Sequence[bool]) -> Turn:
-    turn: Turn = {name: [] for name in names}
-    for found, whole in zip(sample_gradients(subject, torch.float64, names), finite, strict=True):
-        for name in names:
-            turn[name].append(found[name] if whole else torch.zeros_like(found[name]))
-    return turn
 
 
 def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str]) -> Iterator[Tensors]:

@@ -152,7 +152,7 @@ def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: 
     """Return the first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
     if len(rows) <= most + 1:
         return rows
-    shown, rest = rows[:most], rows[most:]
+    rest = rows[most:]
     merged: FigureRow = dict.fromkeys(keys, "") | {keys[0]: f"({len(rest)} others)"}
     figures = [name for name, value in rest[0].items() if isinstance(value, int | float) and name not in leave_out]
-    return [*shown, merged | {name: sum(row[name] for row in rest) for name in figures}]
+    return [*rows[:most], merged | {name: sum(row[name] for row in rest) for name in figures}]

@@ -239,7 +239,7 @@ def explain(spec: RunSpec) -> str | None:
     except UserError as error:
         return str(error)
     except Exception:
-        return None  # it may not be made for the meta device; the rows will tell
+        pass  # it may not be made for the meta device; the rows will tell
     return None
 
 
@@ -249,8 +249,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     if request["memory_limit"] is not None:
         limit_memory(int(request["memory_limit"]))
-    sentence = explain(RunSpec.from_dict(request["spec"]))
-    if sentence is not None:
+    if sentence := explain(RunSpec.from_dict(request["spec"])):
         print(sentence, file=results, flush=True)
         sys.exit(REFUSED)
 

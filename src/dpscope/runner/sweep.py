@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,19 +118,14 @@ def _follow(
     child: subprocess.Popen[str], spec: RunSpec, store: ResultStore, limits: Limits, on_progress: ProgressListener
 ) -> bool:
     """Send the child its request and wait for its end; True if it took too long."""
-    request = {
-        "spec": spec.to_dict(),
-        "output": str(store.path_of(spec.file_name).resolve()),
-        "files": str(store.files_of(spec.file_name).resolve()),
-        "memory_limit": None if limits.memory is None else int(limits.memory),
-    }
+    places = {"output": store.path_of(spec.file_name), "files": store.files_of(spec.file_name)}
+    request = {"spec": spec.to_dict(), **{name: str(place.resolve()) for name, place in places.items()}}
+    request["memory_limit"] = None if limits.memory is None else int(limits.memory)
     assert child.stdin is not None
     assert child.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it died already: its exit code tells
         child.stdin.write(json.dumps(request) + "\n")
         child.stdin.flush()
-    except BrokenPipeError:
-        pass  # it died already: its exit code tells
     reader = threading.Thread(target=_relay_progress, args=(child.stdout, on_progress), daemon=True)
     reader.start()
     try:
@@ -247,16 +243,10 @@ def run_sweep(
         finished = finished_rows(store, specs) if resume else {}
         results = []
         for row, spec in enumerate(specs):
-            kept = finished.get(spec)
-            if kept is None:
+            if (result := finished.get(spec)) is None:
                 observer.row_started(row, spec)
-
-                def on_progress(stage: str, done: int, total: int, row: int = row) -> None:
-                    observer.row_progress(row, stage, done, total)
-
-                result = launch(spec, store, limits=limits, on_progress=on_progress, environment=environment_of(spec))
-            else:
-                result = kept
-            observer.row_finished(row, result, kept=kept is not None)
+                tell = partial(observer.row_progress, row)
+                result = launch(spec, store, limits=limits, on_progress=tell, environment=environment_of(spec))
+            observer.row_finished(row, result, kept=spec in finished)
             results.append(result)
         return results

@@ -20,17 +20,9 @@ from dpscope.errors import UserError
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.modes import OrdinaryGraph, checkpoint_blocks, compile_model, is_sharded, spread
+from dpscope.vocabulary import phases
 from dpscope.vocabulary.methods import Method
-from dpscope.vocabulary.phases import (
-    BACKWARD,
-    FORWARD,
-    MODEL_LOADED,
-    MODEL_WRAPPED,
-    OPTIMIZER,
-    OPTIMIZER_CREATED,
-    moment,
-    phase,
-)
+from dpscope.vocabulary.phases import moment, phase
 from dpscope.vocabulary.settings import EAGER, OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
@@ -87,15 +79,15 @@ class TrainerBase:
         self.device = next(model.parameters()).device
         allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
-        moment(MODEL_LOADED)
+        moment(phases.MODEL_LOADED)
         compiled = settings.compile != EAGER
         self.checkpoints = checkpoint_blocks(model, compiled=compiled) if settings.checkpoint_blocks else None
         self.require_model(model)
         prepared = self.spread(model) if settings.world_size > 1 else model
         self.model = self.prepare_model(prepared if settings.compile == EAGER else self.compile(prepared))
-        moment(MODEL_WRAPPED)
+        moment(phases.MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
-        moment(OPTIMIZER_CREATED)
+        moment(phases.OPTIMIZER_CREATED)
         self._take = self.make_graphed() if settings.cuda_graph else self.take_step
 
     def train_step(self, *batches: Batch) -> Tensor:
@@ -121,7 +113,7 @@ class TrainerBase:
 
     def losses_of(self, batch: Batch) -> Tensor:
         """Run the forward pass of one batch; return one loss per sample, (B,)."""
-        with phase(FORWARD), self._autocast():
+        with phase(phases.FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         if self.checkpoints is not None:
             self.checkpoints.require_runs()
@@ -162,7 +154,7 @@ class TrainerBase:
 
     def backward(self, losses: Tensor) -> None:
         """Compute gradients from one loss per sample, (B,)."""
-        with phase(BACKWARD):
+        with phase(phases.BACKWARD):
             self.run_backward(losses)
 
     def run_backward(self, losses: Tensor) -> None:
@@ -171,7 +163,7 @@ class TrainerBase:
 
     def update(self) -> None:
         """Take one optimizer step from those gradients."""
-        with phase(OPTIMIZER):
+        with phase(phases.OPTIMIZER):
             self.optimizer.step()
 
     def accumulate(self) -> None:
@@ -207,12 +199,8 @@ class TrainerBase:
         return torch.Generator(device=self.device).manual_seed(self.settings.seed)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = AUTOCAST.get(self.settings.dtype)
-        return (
-            nullcontext()
-            if dtype is None or is_sharded(self.settings)
-            else torch.autocast(self.device.type, dtype=dtype)
-        )
+        dtype = None if is_sharded(self.settings) else AUTOCAST.get(self.settings.dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -265,9 +253,8 @@ def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None
     sizes = {len(tensor) for tensor in tensors}
     if samples * accumulate not in sizes:
         found = ", ".join(map(str, sorted(sizes)))
-        said = f"--batch-size says {samples}"
-        if accumulate > 1:
-            said = f"--batch-size {samples} and --accumulate {accumulate} say {samples * accumulate}"
+        together = f"--batch-size {samples} and --accumulate {accumulate} say {samples * accumulate}"
+        said = together if accumulate > 1 else f"--batch-size says {samples}"
         raise UserError(
             f"the workload's batch has {found} samples where {said}: let the function take batch_size and use it, or "
             "give the batch size that it makes"

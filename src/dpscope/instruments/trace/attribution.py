@@ -43,6 +43,11 @@ class StepView:
     calls: list[Event]  # runtime calls that the step made, our own final synchronisation left out
     device_work: list[Event]  # what the step launched
 
+    @property
+    def main_operators(self) -> list[Event]:
+        """Operators on the thread of the step."""
+        return [event for event in self.operators if event.thread == self.step.thread]
+
     def phase_of(self, work: Event) -> str:
         """Return the phase in which the host launched the work."""
         return self.phases.at(launch_or_operator(self.trace, work).start)
@@ -73,10 +78,6 @@ def step_views(trace: Trace) -> list[StepView]:
         )
         for step in trace.steps
     ]
-
-
-def main_thread_operators(view: StepView) -> list[Event]:
-    return [event for event in view.operators if event.thread == view.step.thread]
 
 
 class ModuleTable:

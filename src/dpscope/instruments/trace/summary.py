@@ -10,14 +10,7 @@ from math import ceil
 
 from dpscope.instruments.families import Sums, kernel_family, short_kernel_name, shorten_rows
 from dpscope.instruments.intervals import union
-from dpscope.instruments.trace.attribution import (
-    ModuleTable,
-    StepView,
-    clip_to,
-    collective_time,
-    main_thread_operators,
-    step_views,
-)
+from dpscope.instruments.trace.attribution import ModuleTable, StepView, clip_to, collective_time, step_views
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, Trace, nest
 from dpscope.results.payloads import trace as payload
@@ -136,7 +129,7 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
     count = len(views)
     operators = _operators(views)
     step_ms = _ms(sum(view.step.duration for view in views)) / count
-    own = sum(event.self_time for view in views for event in main_thread_operators(view))
+    own = sum(event.self_time for view in views for event in view.main_operators)
     summary: payload.TracePayload = {
         "basis": "gpu" if on_gpu else "cpu",
         "steps": count,
@@ -181,7 +174,7 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
     """Return the self time of every operator in every phase. A kernel without an operator has its own name."""
     sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
-        for event in main_thread_operators(view) if not view.trace.on_gpu else view.operators:
+        for event in view.operators if view.trace.on_gpu else view.main_operators:
             sums.add((event.name, view.phases.at(event.start)), 1, _ms(event.self_time), 0.0)
         for work in view.device_work:
             operator = view.trace.operator_of(work)
