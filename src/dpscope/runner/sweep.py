@@ -119,8 +119,9 @@ def _follow(
 ) -> bool:
     """Send the child its request and wait for its end; True if it took too long."""
     places = {"output": store.path_of(spec.file_name), "files": store.files_of(spec.file_name)}
-    request = {"spec": spec.to_dict(), **{name: str(place.resolve()) for name, place in places.items()}}
-    request["memory_limit"] = None if limits.memory is None else int(limits.memory)
+    memory = None if limits.memory is None else int(limits.memory)
+    request: dict[str, Any] = {name: str(place.resolve()) for name, place in places.items()}
+    request |= {"spec": spec.to_dict(), "memory_limit": memory}
     assert child.stdin is not None
     assert child.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it died already: its exit code tells

@@ -95,7 +95,8 @@ def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
         return 1
     blocks = _blocks_of(module)
     for block in blocks:
-        block.__class__ = _checkpointed(type(block))
+        kind: Any = type(block)
+        block.__class__ = _checkpointed(kind)
         vars(block)["checkpoints"] = checkpoints
     rest = (child for child in module.children() if child not in blocks)
     return len(blocks) + sum(_checkpoint_in(child, checkpoints) for child in rest)
