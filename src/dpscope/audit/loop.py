@@ -111,7 +111,7 @@ class LoopFactory:
             release_memory()  # of loops before
         self.made += 1
         seed = (self.seed + self.made) % 2**63
-        torch.manual_seed(seed)
+        seed_all(seed)
         with _loop_errors():
             loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)
         if not isinstance(loop, Loop):

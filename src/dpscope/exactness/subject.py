@@ -14,6 +14,7 @@ from dpscope.audit.loop import free_memory
 from dpscope.batches import LossFn, batch_size_of, cast_batch
 from dpscope.errors import UserError
 from dpscope.flash.oracle import gradients_by_name
+from dpscope.random_states import seed_all
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
 from dpscope.units import list_names
 from dpscope.workloads.workload import Batch, Workload, silence
@@ -56,7 +57,7 @@ class Subject:
 def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     """Return the workload's model and batch, with randomness off and zeros filled in; `notes` list the changes."""
     where = torch.device(device)
-    torch.manual_seed(seed)
+    seed_all(seed)
     with where:
         model = workload.model()
     require_trainable(model)

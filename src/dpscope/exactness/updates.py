@@ -30,6 +30,7 @@ from dpscope.exactness.reference import (
 )
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
+from dpscope.random_states import seed_all
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import Batch
@@ -123,7 +124,7 @@ def measure_update(
     """
     model, batch = subject.fresh(dtype)
     before = dict(subject.model.named_parameters())
-    torch.manual_seed(seed)
+    seed_all(seed)
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "seed": seed}
     trainer = _make_trainer(trainer_class, model, subject, how, **privacy)
     trainer.train_step(*split_batch(batch, how.accumulate))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
@@ -113,11 +112,9 @@ class ModulePaths:
         self._numbers: list[int] = []  # autograd's number, and
         self._modules: list[str] = []  # the module whose forward runs from there on
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         # Always: checkpointing leaves forwards by an exception on purpose.
-        with module_hooks(self._model, before=self._enter, after=self._leave, always=True):
-            yield
+        return module_hooks(self._model, before=self._enter, after=self._leave, always=True)
 
     def current(self) -> str:
         """Return the module that the calling thread's operator works for; empty if none."""

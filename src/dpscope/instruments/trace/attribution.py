@@ -26,10 +26,10 @@ NO_MODULE = "(no module)"
 ENGINE = "autograd::engine::evaluate_function"
 
 
-def clip_to(step: Event, events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return the parts of the events that lie within a step."""
+def covered_by(events: Iterable[Event], step: Event) -> list[tuple[float, float]]:
+    """Return the stretches of a step in which at least one of the events is under way."""
     pairs = ((max(event.start, step.start), min(event.end, step.end)) for event in events)
-    return [(start, end) for start, end in pairs if end > start]
+    return union((start, end) for start, end in pairs if end > start)
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def collective_time(traces: Sequence[Trace]) -> payload.CollectiveTime:
                 found.append(event)
         for event in found:
             sums.add(_kind(event.name), 1, event.duration / 1e3)
-        covered = union(clip_to(view.step, found))
+        covered = covered_by(found, view.step)
         under_way += _length(covered)
-        others = [work for work in view.device_work if kernel_family(work.name) != COLLECTIVE]
-        exposed += _length(union([*covered, *clip_to(view.step, others)])) - _length(union(clip_to(view.step, others)))
+        others = covered_by((w for w in view.device_work if kernel_family(w.name) != COLLECTIVE), view.step)
+        exposed += _length(union([*covered, *others])) - _length(others)
     time: payload.CollectiveTime = {
         "kinds": sums.rows("ms", "collective"),
         "under_way_ms": under_way / 1e3 / len(views),

@@ -9,8 +9,7 @@ from itertools import accumulate
 from math import ceil
 
 from dpscope.instruments.families import Sums, kernel_family, short_kernel_name, shorten_rows
-from dpscope.instruments.intervals import union
-from dpscope.instruments.trace.attribution import ModuleTable, StepView, clip_to, collective_time, step_views
+from dpscope.instruments.trace.attribution import ModuleTable, StepView, collective_time, covered_by, step_views
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, Trace, nest
 from dpscope.results.payloads import trace as payload
@@ -189,7 +188,7 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     busy = host = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
-        covered = union(clip_to(view.step, view.trace.device_work))
+        covered = covered_by(view.trace.device_work, view.step)
         busy += sum(end - start for start, end in covered)
         asked = {}  # the start of each piece of work -> when the host had finished launching it
         for work in view.trace.device_work:
