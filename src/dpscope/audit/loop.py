@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,13 +105,13 @@ class LoopFactory:
         """Return a running loop; `silent`: with dropout and the like switched off."""
         return RunningLoop(self, max_grad_norm, noise_multiplier, silent=silent)
 
-    def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
-        """Return a new loop with a seed of its own."""
+    def make(self, max_grad_norm: float, noise_multiplier: float, *, silent: bool) -> Loop:
+        """Return a new loop with a seed of its own; `silent`: with dropout and the like switched off."""
         if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
             release_memory()  # of loops before
         self.made += 1
         seed = (self.seed + self.made) % 2**63
-        torch.manual_seed(seed)
+        seed_all(seed)
         with _loop_errors():
             loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)
         if not isinstance(loop, Loop):
@@ -123,16 +124,14 @@ class LoopFactory:
             self.start = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
             self.start_buffers = {name: b.detach().clone() for name, b in loop.model.named_buffers()}
             self.trainable = [name for name, p in loop.model.named_parameters() if p.requires_grad]
+        if silent:
+            silence(loop.model)
         return loop
 
     def rounding(self, scale: float) -> float:
         """Return what an update loses by being added to the parameters: a norm, in the unit of the sums."""
-        square = sum(
-            (float(p.double().norm()) * torch.finfo(p.dtype).eps) ** 2
-            for p in self.start.values()
-            if p.is_floating_point()
-        )
-        return math.sqrt(square) / scale
+        floating = [p for p in self.start.values() if p.is_floating_point()]
+        return math.hypot(*(float(p.double().norm()) * torch.finfo(p.dtype).eps for p in floating)) / scale
 
 
 class RunningLoop:
@@ -145,15 +144,9 @@ class RunningLoop:
     def __init__(
         self, factory: LoopFactory, max_grad_norm: float, noise_multiplier: float, *, silent: bool = False
     ) -> None:
-        self.factory = factory
-        self.max_grad_norm, self.noise_multiplier, self.silent = max_grad_norm, noise_multiplier, silent
+        self.factory, self.noise_multiplier = factory, noise_multiplier
+        self._make = partial(factory.make, max_grad_norm, noise_multiplier, silent=silent)
         self.loop = self._make()
-
-    def _make(self) -> Loop:
-        loop = self.factory.make(self.max_grad_norm, self.noise_multiplier)
-        if self.silent:
-            silence(loop.model)
-        return loop
 
     def step(self, batch: Batch, factor: float = 1.0, *, state: RandomStates | int = 0) -> ObservedStep:
         """Take one step from the parameters of the start, times `factor`.
@@ -171,13 +164,11 @@ class RunningLoop:
         try:
             with _loop_errors():
                 self.loop.step(batch)
-            sums = {
-                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(
-                    torch.promote_types(p.dtype, torch.float32)
-                )
-                for name, p in self.loop.model.named_parameters()
-                if p.is_floating_point()
-            }
+            sums = {}
+            for name, p in self.loop.model.named_parameters():
+                if p.is_floating_point():
+                    total = (start[name].double() - p.detach().double()) / self.loop.scale
+                    sums[name] = total.to(torch.promote_types(p.dtype, torch.float32))
             before = self.factory.start_buffers
             changed = {
                 name: b.detach().double()

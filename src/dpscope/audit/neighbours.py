@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
+from dpscope.audit.mixing import CHANGED, locate_mixing
 from dpscope.audit.samples import COMPANIONS, UNCLIPPED, ZEROS, Samples
-from dpscope.audit.tracing import CHANGED, locate_mixing
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 REPLACED, REMOVED = "replacing", "removing"
@@ -33,16 +33,19 @@ MAX_ROUNDING_OF_CLIP_NORM = 0.05  # of C: beyond it, nothing can be read off the
 class Trial:
     """A batch, its neighbour, and by how much the sum moved."""
 
-    change: str  # replacing, removing
     batch: tuple[int, ...]
     position: int  # of the sample that was replaced or removed
     other: int | None  # which sample took its place
     clip_norm: float
-    moved: float  # in C
-    limit: float  # in C
+    moved: float = 0.0  # in C
+    limit: float = 1.0  # in C
     buffers: tuple[str, ...] = ()  # that differ afterwards
     factor: float = 1.0  # of the parameters: times those of the start
     silent: bool = False  # with the model's randomness off
+
+    @property
+    def change(self) -> str:
+        return REMOVED if self.other is None else REPLACED
 
     @property
     def share(self) -> float:
@@ -74,8 +77,7 @@ class NeighbourTest:
     def run(self) -> Finding:
         usable = [index for index in self.samples.ordinary if self.norms.get(index)]
         if not usable:
-            why = "no sample has a finite gradient that is not zero, so that nothing moves"
-            return not_tried("trials", why)
+            return not_tried("trials", "no sample has a finite gradient that is not zero, so that nothing moves")
         for silent, removes in self._ways():
             self.silent, self.removes = silent, removes
             self._copies(usable)
@@ -166,10 +168,11 @@ class NeighbourTest:
         """Return the batch, then its neighbours: one sample replaced by others, and one sample removed."""
         rounding = self._rounding(loop, clip_norm)
         if rounding > MAX_ROUNDING_OF_CLIP_NORM:
-            lost = (
-                "updates are lost in the rounding of the parameters: take a larger learning rate, and so a larger scale"
+            self._note_untried(
+                f"clipping at {clip_norm:.3g}",
+                "updates are lost in the rounding of the parameters: take a larger learning rate, and so a larger "
+                "scale",
             )
-            self._note_untried(f"clipping at {clip_norm:.3g}", lost)
             return None
         base = self._try(loop, batch)
         if base is None:
@@ -177,15 +180,14 @@ class NeighbourTest:
         removes = self.removes or len(batch) == 1
         without = self._try(loop, [*batch[:position], *batch[position + 1 :]]) if removes else None
         if without is not None:
-            self._record(Trial(REMOVED, tuple(batch), position, None, clip_norm, 0.0, 1.0), base, without, rounding)
+            self._record(Trial(tuple(batch), position, None, clip_norm), base, without, rounding)
         for other in others:
-            trial = Trial(REPLACED, tuple(batch), position, other, clip_norm, 0.0, 1.0)
+            trial = Trial(tuple(batch), position, other, clip_norm)
             neighbour = self._try(loop, trial.neighbour) if other != batch[position] else None
             if neighbour is not None:
                 self._record(trial, base, neighbour, rounding)
                 if without is not None:  # without that sample it is the same batch
-                    removed = Trial(REMOVED, tuple(trial.neighbour), position, None, clip_norm, 0.0, 1.0)
-                    self._record(removed, neighbour, without, rounding)
+                    self._record(Trial(tuple(trial.neighbour), position, None, clip_norm), neighbour, without, rounding)
         return base
 
     def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
@@ -196,14 +198,19 @@ class NeighbourTest:
             except StepFailed:
                 return
             if math.isfinite(alone.norm) and math.isfinite(nobody.norm):
-                trial = Trial(REMOVED, (sample,), 0, None, clip_norm, 0.0, 1.0, factor=factor)
+                trial = Trial((sample,), 0, None, clip_norm, factor=factor)
                 self._record(trial, alone, nobody, max(1.0, factor) * self._rounding(loop, clip_norm))
 
     def _record(self, trial: Trial, base: ObservedStep, neighbour: ObservedStep, rounding: float) -> None:
         limit = BOUNDS[trial.change] * (1 + ROUNDING_SLACK) + rounding
         moved = neighbour.distance(base) / trial.clip_norm
-        buffers = tuple(_different_buffers(base, neighbour))
-        self.trials.append(replace(trial, moved=moved, limit=limit, buffers=buffers, silent=self.silent))
+        pairs = {name: (b, neighbour.buffers[name]) for name, b in base.buffers.items() if name in neighbour.buffers}
+        buffers = sorted(
+            name
+            for name, (b, other) in pairs.items()
+            if b.shape == other.shape and not b.allclose(other, rtol=1e-5, equal_nan=True)
+        )
+        self.trials.append(replace(trial, moved=moved, limit=limit, buffers=tuple(buffers), silent=self.silent))
 
     def _rounding(self, loop: RunningLoop, clip_norm: float) -> float:
         return self.factory.rounding(loop.loop.scale) / clip_norm
@@ -224,8 +231,7 @@ class NeighbourTest:
 
     def _faults(self) -> list[str]:
         faults = self.drifts[:1]
-        beyond = [trial for trial in self.trials if not trial.moved <= trial.limit]
-        if beyond:
+        if beyond := [trial for trial in self.trials if not trial.moved <= trial.limit]:
             faults.append(self._sentence(max(beyond, key=lambda trial: trial.share), len(beyond)))
             faults += self._locate(beyond)
         if leaking := next((trial for trial in self.trials if trial.buffers), None):
@@ -239,20 +245,17 @@ class NeighbourTest:
         kind = f"one of {size} samples" if size > 1 else "the only sample"
         if size > 1 and len(set(worst.batch)) == 1:
             kind = f"one of {size} copies of a sample"
-        by = "" if worst.other is None else f" by {self._name(worst.other)}"
+        extreme = next((name for name, i in self.samples.extremes.items() if i == worst.other), "another")
+        by = "" if worst.other is None else f" by {extreme}"
         moved = "is no longer finite" if math.isinf(worst.moved) else f"moves by {worst.moved:.3g} C"
         return (
             f"{worst.change} {kind}{by}, the noiseless sum {moved}, where clipping at C allows {bound:g} C (C = "
             f"{worst.clip_norm:.3g}; {count} of {len(self.trials)} trials are beyond their bound)"
         )
 
-    def _name(self, index: int) -> str:
-        return next((name for name, i in self.samples.extremes.items() if i == index), "another")
-
     def _locate(self, beyond: list[Trial]) -> Iterator[str]:
         """Find where the rows of other samples moved, by replacing a sample so that rows stay in place."""
-        replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
-        if replaced:
+        if replaced := [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]:
             trial = max(replaced, key=lambda trial: trial.share)
             loop = self._loop(trial.clip_norm, trial.silent)
             batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
@@ -260,8 +263,7 @@ class NeighbourTest:
             yield place.sentence
             if place.found:
                 return
-        usual = [trial for trial in beyond if trial.factor == 1]
-        if usual:
+        if usual := [trial for trial in beyond if trial.factor == 1]:
             yield from self._explain_shares(max(usual, key=lambda trial: trial.share))
         else:
             yield (
@@ -285,16 +287,17 @@ class NeighbourTest:
                 yield f"a sample's share depends on the batch's own size: {shown}"
                 return
             if high > 1 + 10 * ROUNDING_SLACK:
-                yield self._explain_share(sample, high, trial.clip_norm)
+                norm = self.norms.get(sample, 0.0)
+                if abs(high * trial.clip_norm - norm) <= 0.01 * norm:
+                    yield f"a sample's gradient of norm {norm:.3g} goes into the sum as it is: it is not clipped"
+                    return
+                is_whole = abs(high - round(high)) < 0.01
+                times = f"it counts {round(high)} times" if is_whole else "its norm is taken too small"
+                yield (
+                    f"a sample's share is {high:.3g} C in every batch: {times}, or Loop(scale=…) is not that of the "
+                    "loop"
+                )
                 return
-
-    def _explain_share(self, sample: int, share: float, clip_norm: float) -> str:
-        """Explain a sample's share that is too large in every batch."""
-        norm = self.norms.get(sample, 0.0)
-        if abs(share * clip_norm - norm) <= 0.01 * norm:
-            return f"a sample's gradient of norm {norm:.3g} goes into the sum as it is: it is not clipped"
-        times = f"it counts {round(share)} times" if abs(share - round(share)) < 0.01 else "its norm is taken too small"
-        return f"a sample's share is {share:.3g} C in every batch: {times}, or Loop(scale=…) is not that of the loop"
 
 
 def is_random(loop: RunningLoop, samples: Samples) -> bool:
@@ -305,13 +308,3 @@ def is_random(loop: RunningLoop, samples: Samples) -> bool:
         return False
     others = (loop.step(batch, state=seed) for seed in range(1, SEEDS_TRIED))
     return any(other.distance(first) > CHANGED * first.norm for other in others)
-
-
-def _different_buffers(base: ObservedStep, neighbour: ObservedStep) -> list[str]:
-    both = base.buffers.keys() & neighbour.buffers.keys()
-    return sorted(
-        name
-        for name in both
-        if base.buffers[name].shape == neighbour.buffers[name].shape
-        and not base.buffers[name].allclose(neighbour.buffers[name], rtol=1e-5, equal_nan=True)
-    )

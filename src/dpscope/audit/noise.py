@@ -9,6 +9,7 @@ raises a false alarm with a probability of at most `UNLIKELY`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -39,6 +40,11 @@ class NoiseTest:
     steps: list[NoisyStep] = field(default_factory=list)
     quiet: RunningLoop = field(init=False)  # the loop of steps without noise
 
+    @property
+    def unit(self) -> float:
+        """σC."""
+        return self.noise_multiplier * self.clip_norm
+
     def run(self) -> Finding:
         if not SCIPY_INSTALLED:
             return not_tried("steps", "scipy is not installed: pip install scipy")
@@ -54,8 +60,14 @@ class NoiseTest:
             self._noisy_steps()
         except StepFailed as error:
             return not_tried("steps", str(error))
-        if rounding := self._rounding():
-            return not_tried("steps", rounding)
+        values = sum(p.numel() for p in self.factory.start.values())
+        lost = self.factory.rounding(self.quiet.loop.scale) / math.sqrt(values) / self.unit
+        if lost > MAX_ROUNDING_OF_NOISE:
+            why = (
+                f"noise is lost in the rounding of the parameters ({lost:.2g} of σC): a larger scale, that is, a "
+                "larger learning rate, is needed"
+            )
+            return not_tried("steps", why)
         faults = find_noise_faults(self.steps)
         deviation = math.sqrt(sum(step.variance for step in self.steps) / len(self.steps))
         figures = {"standard_deviation_over_sigma_c": deviation}
@@ -116,23 +128,11 @@ class NoiseTest:
             after = RandomStates.now(all_gpus())
             quiet = self.quiet.step(batch, state=before)
             after.put_back()
-        unit = self.noise_multiplier * self.clip_norm
-        noise = ((n, (noisy.sums[n].double() - quiet.sums[n].double()) / unit) for n in self.factory.trainable)
+        noise = ((n, (noisy.sums[n].double() - quiet.sums[n].double()) / self.unit) for n in self.factory.trainable)
         # A parameter that no sample moves needs no noise.
         quiet_steps = self.without.values()
         needed = ((n, z) for n, z in noise if z.any() or any(step.sums[n].any() for step in quiet_steps))
         self.steps.append(NoisyStep.of(label, size, needed))
-
-    def _rounding(self) -> str | None:
-        scale = self._new_run().loop.scale
-        values = sum(p.numel() for p in self.factory.start.values())
-        lost = self.factory.rounding(scale) / math.sqrt(values) / (self.noise_multiplier * self.clip_norm)
-        if lost <= MAX_ROUNDING_OF_NOISE:
-            return None
-        return (
-            f"noise is lost in the rounding of the parameters ({lost:.2g} of σC): a larger scale, that is, a larger "
-            "learning rate, is needed"
-        )
 
 
 UNLIKELY = 1e-9
@@ -150,8 +150,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))
     if len(draws) < 2 or not samples:
         return
-    sentence = next(_sentences(draws, samples, min(1.0, rate)), None)
-    if sentence is not None:
+    if sentence := next(_sentences(draws, samples, min(1.0, rate)), None):
         yield f"batches are not drawn by Poisson sampling, which the accountant assumes: {sentence}; {USE_POISSON}"
 
 
@@ -219,22 +218,30 @@ class AccountingTest:
         if run.loop.accountant is None:
             return not_tried("steps", "it keeps no accountant that can be asked")
         try:
-            steps: dict[tuple[float, float], int] = {}
+            told: Counter[tuple[float, float]] = Counter()
             for noise_multiplier, sample_rate, count in run.loop.accountant.history:
-                key = (float(noise_multiplier), float(sample_rate))
-                steps[key] = steps.get(key, 0) + int(count)
-            history = [(*key, count) for key, count in steps.items()]
+                told[float(noise_multiplier), float(sample_rate)] += int(count)
+            history = [(*key, count) for key, count in told.items()]
         except (AttributeError, TypeError, ValueError):
-            why = "the accountant has no history of (noise multiplier, sample rate, steps)"
-            return not_tried("steps", why)
-        faults = [*self._counts(history, taken), *self._entries(history, run), *self._sampling(run)]
+            return not_tried("steps", "the accountant has no history of (noise multiplier, sample rate, steps)")
+        counted, steps = sum(n for *_, n in history), len(taken)
+        faults = []
+        if counted != steps:
+            why = ""
+            if 0 in taken and counted == steps - taken.count(0):
+                why = (
+                    ": empty batches are not counted, though each is a draw from the data and moves the parameters by "
+                    "noise"
+                )
+            faults.append(f"the accountant has counted {counted} steps where {steps} were taken{why}")
+        faults += [*self._entries(history, run), *self._sampling(run)]
         if not faults:
-            faults = list(self._epsilon(run, history, sum(taken.values())))
-        figures = {"steps_taken": float(sum(taken.values())), "steps_counted": float(sum(n for *_, n in history))}
-        return conclude(faults, sum(taken.values()), "steps", untried=self.untried, figures=figures)
+            faults = list(self._epsilon(run, history, steps))
+        figures = {"steps_taken": float(steps), "steps_counted": float(counted)}
+        return conclude(faults, steps, "steps", untried=self.untried, figures=figures)
 
-    def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
-        """Return the steps taken, by kind. A loop that refuses empty batches is tried without them."""
+    def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, tuple[int, ...]]:
+        """Return the run and the sizes of its batches. A loop that refuses empty batches is tried without them."""
         run = self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         for size in sizes if run.loop.accountant is not None else ():
             try:
@@ -244,18 +251,7 @@ class AccountingTest:
                     raise
                 self.untried.append(f"an empty batch: {error}")
                 return self._take(tuple(size for size in sizes if size))
-        return run, {"empty": sizes.count(0), "other": len(sizes) - sizes.count(0)}
-
-    def _counts(self, history: list[tuple[float, float, int]], taken: dict[str, int]) -> Iterator[str]:
-        counted, steps = sum(n for *_, n in history), sum(taken.values())
-        if counted == steps:
-            return
-        why = ""
-        if taken["empty"] and counted == taken["other"]:
-            why = (
-                ": empty batches are not counted, though each is a draw from the data and moves the parameters by noise"
-            )
-        yield f"the accountant has counted {counted} steps where {steps} were taken{why}"
+        return run, sizes
 
     def _entries(self, history: list[tuple[float, float, int]], run: RunningLoop) -> Iterator[str]:
         wanted = run.loop.sample_rate
@@ -301,8 +297,7 @@ class AccountingTest:
         reference = create_accountant(known or "prv")
         reference.history = [(self.noise_multiplier, run.loop.sample_rate or history[0][1], steps)]
         said, right = float(accountant.get_epsilon(delta=DELTA)), float(reference.get_epsilon(delta=DELTA))
-        wrong = abs(said - right) > EPSILON_TOLERANCE * right if known else said < TIGHTEST * right
-        if wrong:
+        if abs(said - right) > EPSILON_TOLERANCE * right if known else said < TIGHTEST * right:
             yield (
                 f"after {steps} steps the accountant says ε = {said:.4g} at δ = {DELTA:g}; Opacus's {known or 'prv'} "
                 f"accountant says {right:.4g}"

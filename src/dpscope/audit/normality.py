@@ -141,9 +141,8 @@ def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
         yield TestResult(Kind.SIZE, _chi_square(square, count), (name,), math.sqrt(square / count))
         mean = total / count
         spread = math.sqrt(max(NO_VARIANCE, square / count - mean**2))
-        yield TestResult(
-            Kind.MEAN, 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1)), (name,), mean
-        )
+        p = 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1))
+        yield TestResult(Kind.MEAN, p, (name,), mean)
     for step in steps:
         count, square = sum(step.counts[n] for n in names), sum(step.squares[n] for n in names)
         yield TestResult(Kind.STEP_SIZE, _chi_square(square, count), (step.label,), math.sqrt(square / count))
@@ -214,8 +213,14 @@ def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: 
     found = [
         *_describe_sizes(by_kind, steps, names),
         *_describe_repetitions([] if again else [*by_kind.get(Kind.REPEATED, []), *by_kind.get(Kind.SERIAL, [])]),
-        *_describe_sharing(by_kind.get(Kind.SHARED, [])),
     ]
+    if shared := by_kind.get(Kind.SHARED):
+        worst = max(shared, key=lambda a: round(abs(a.figure), 3))  # the first of equal ones
+        pairs = {a.about for a in shared}
+        more = f" ({len(pairs)} pairs of parameters in all)" if len(pairs) > 1 else ""
+        found.append(
+            f"noise is shared: {worst.about[1]} is given {_similarity(worst.figure)} of {worst.about[0]}{more}"
+        )
     yield from found
     if again or found:
         return
@@ -225,14 +230,6 @@ def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: 
         yield f"the noise is not normal (Kolmogorov-Smirnov distance {shape[0].figure:.2g})"
     elif large := by_kind.get(Kind.TAIL):
         yield f"the noise is not normal: its largest value is {max(a.figure for a in large):.3g} of its deviations"
-
-
-def _describe_sharing(shared: Sequence[TestResult]) -> Iterator[str]:
-    if shared:
-        worst = max(shared, key=lambda a: round(abs(a.figure), 3))  # the first of equal ones
-        pairs = {a.about for a in shared}
-        more = f" ({len(pairs)} pairs of parameters in all)" if len(pairs) > 1 else ""
-        yield f"noise is shared: {worst.about[1]} is given {_similarity(worst.figure)} of {worst.about[0]}{more}"
 
 
 def _values(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str]) -> int:

@@ -63,7 +63,12 @@ class Samples:
             raise UserError("no batch was given: an audit needs samples to make its own batches of")
         self.ordinary = list(range(min(max_samples, len(self))))
         for name, change in EXTREMES.items():
-            self._add_extreme(name, change)
+            made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
+            pairs = list(zip(made, self.rows, strict=True))
+            if all(m is None or rows is None or torch.equal(m, rows[0]) for m, rows in pairs):
+                continue  # it is the ordinary sample itself
+            self.rows = [None if rows is None or m is None else torch.cat([rows, m[None]]) for m, rows in pairs]
+            self.extremes[name] = len(self) - 1
 
     def __len__(self) -> int:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
@@ -81,36 +86,18 @@ class Samples:
 
         return map_tensors(self.template, take)
 
-    def shapes(self) -> list[torch.Size]:
-        """Return the shapes of one sample's tensors."""
-        return [rows.shape[1:] for rows in self.rows if rows is not None]
-
     def _add_batch(self, batch: Batch) -> int:
         """Add the batch's samples if they have the shapes of the first batch. Return the number of samples so far."""
         size = batch_size_of(batch)
         found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in tensors_of(batch)]
+        shapes, others = ([None if rows is None else rows.shape[1:] for rows in each] for each in (self.rows, found))
         if self.template is None:
             self.template, self.rows = batch, found
-        elif _same_shapes(self.rows, found):
+        elif shapes == others:
             self.rows = [
                 a if a is None or b is None else torch.cat([a, b]) for a, b in zip(self.rows, found, strict=True)
             ]
         return len(self)
-
-    def _add_extreme(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
-        pairs = list(zip(made, self.rows, strict=True))
-        if all(m is None or rows is None or torch.equal(m, rows[0]) for m, rows in pairs):
-            return  # it is the ordinary sample itself
-        self.rows = [None if rows is None or m is None else torch.cat([rows, m[None]]) for m, rows in pairs]
-        self.extremes[name] = len(self) - 1
-
-
-def _same_shapes(rows: list[Tensor | None], found: list[Tensor | None]) -> bool:
-    return len(rows) == len(found) and all(
-        (a is None) == (b is None) and (a is None or b is None or a.shape[1:] == b.shape[1:])
-        for a, b in zip(rows, found, strict=True)
-    )
 
 
 MAX_SIZES = 5  # sizes
@@ -123,7 +110,7 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
     """Return the lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
     model = loop.loop.model
     found = [
-        *(length for shape in samples.shapes() for length in shape),
+        *(length for rows in samples.rows if rows is not None for length in rows.shape[1:]),
         *(
             value
             for module in model.modules()

@@ -82,10 +82,9 @@ class Audit:
     def __str__(self) -> str:
         named = {"the loop": self}
         lines = [f"{name}: {_cell(name, finding)}" for name, finding in self.findings()]
-        sentences = list(audit_sentences(named))
-        return render_plain(
-            Group(*map(Text, [*lines, *([""] if sentences else []), *sentences, "", conclusion(named)]))
-        )
+        if sentences := list(audit_sentences(named)):
+            lines += ["", *sentences]
+        return render_plain(Group(*map(Text, [*lines, "", conclusion(named)])))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain data."""
@@ -103,9 +102,7 @@ def audit_table(audits: dict[str, Audit]) -> Table:
     headings = ("method", "neighbours", "noise", "accounting")
     table = bare_table(*headings, left=headings)
     for method, audit in audits.items():
-        cells = [
-            Text(_cell(name, finding), style=VERDICT_STYLES[finding.verdict]) for name, finding in audit.findings()
-        ]
+        cells = (Text(_cell(name, each), style=VERDICT_STYLES[each.verdict]) for name, each in audit.findings())
         table.add_row(method, *cells)
     return table
 
@@ -131,12 +128,12 @@ def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
 
 def conclusion(audits: dict[str, Audit]) -> str:
     """Return the last line, which says that passed tests are no proof."""
-    endings = group_names((method, _ending(audit)) for method, audit in audits.items())
+
+    def ending(audit: Audit) -> str:
+        tests = group_names((name, finding.verdict) for name, finding in audit.findings())
+        if BREACH in tests:
+            return f"BREACH ({tests[BREACH]})"
+        return f"{tests[HELD]} held" if HELD in tests else "not tried"
+
+    endings = group_names((method, ending(audit)) for method, audit in audits.items())
     return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
-
-
-def _ending(audit: Audit) -> str:
-    tests = group_names((name, finding.verdict) for name, finding in audit.findings())
-    if BREACH in tests:
-        return f"BREACH ({tests[BREACH]})"
-    return f"{tests[HELD]} held" if HELD in tests else "not tried"

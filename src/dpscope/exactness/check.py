@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dpscope import numbers
 from dpscope.audit.check import check_loop
-from dpscope.audit.verdict import Audit
 from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
@@ -29,7 +28,7 @@ from dpscope.exactness.reference import (
 )
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
-from dpscope.exactness.updates import StepSettings, loop_maker, measure_errors, measure_rounding, measure_update
+from dpscope.exactness.updates import loop_maker, measure_errors, measure_rounding, measure_update, physical_batch_size
 from dpscope.flash.torch_side.captures import has_graphs
 from dpscope.places import is_own_source
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
@@ -38,7 +37,7 @@ from dpscope.trainers.modes import checkpoint_blocks as checkpoint_blocks_of
 from dpscope.units import list_names
 from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.settings import EAGER, SETTINGS
+from dpscope.vocabulary.settings import EAGER, SETTINGS, TrainerSettings
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.workload import Workload
 
@@ -50,6 +49,14 @@ ROUNDINGS = 4
 
 LoadTrainer = Callable[[], type[TrainerBase]]
 ReportProgress = Callable[[str], None]
+
+
+def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
+    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
+    if isinstance(method, str):
+        found = resolve_method(method)
+        return found.name, partial(load_trainer, found)
+    return method.__name__, lambda: method
 
 
 def check(
@@ -110,12 +117,13 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
-    how = StepSettings(
-        numbers.ACCUMULATE(accumulate),
-        checkpoint_blocks,
-        SETTINGS["compile"].check(compile),
-        SETTINGS["clipping"].check(clipping),
-        SETTINGS["cuda_graph"].check(cuda_graph),
+    how = TrainerSettings(
+        batch_size=1,  # that of the workload's batch, once it is there
+        accumulate=numbers.ACCUMULATE(accumulate),
+        checkpoint_blocks=checkpoint_blocks,
+        compile=SETTINGS["compile"].check(compile),
+        clipping=SETTINGS["clipping"].check(clipping),
+        cuda_graph=SETTINGS["cuda_graph"].check(cuda_graph),
     )
     if how.cuda_graph and not has_graphs(torch.device(device)):
         raise UserError("cuda_graph=True needs a GPU: leave it out, or check with device='cuda'")
@@ -132,7 +140,7 @@ def check(
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
         require_batch_of(subject.batch, batch_size, accumulate=how.accumulate)
-    how.batch_size_of(subject.batch_size)
+    physical_batch_size(subject.batch_size, how)
     if checkpoint_blocks:  # refused here if there are none; the reference is taken without
         checkpoint_blocks_of(subject.fresh(torch.float32)[0])
     narrow = dtype == "fp64" and computes_in_float32(subject)
@@ -143,19 +151,30 @@ def check(
     progress("do samples mix?")
     gradient = gradient_of_the_batch(subject)
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
-    if not any(reference.finite):
-        raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
-    if not reference.norms.any() and not mixing:
-        raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
-    yardstick = _make_yardstick(subject, reference, dtype, max_grad_norm, tolerance, progress)
+    reference.require_gradients(mixing=mixing is not None)
+    number_format, _ = NUMBER_FORMATS[dtype]
+    clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
+    rounding = None
+    if number_format != torch.float64:
+        progress(f"what {dtype} rounding alone does")
+        rounding = measure_rounding(subject, reference, clip_norms, number_format)
+    yardstick = Yardstick(reference, number_format, how, clip_norms, tolerance, rounding)
     reference.release()
     checks = []
     for method, load in trainers.items():
         progress(method if compile == EAGER else f"{method}, compiling")
         with nullcontext() if compile == EAGER else any_number_of_graphs():
-            found = _check_method(method, load, yardstick, how, time_paths)
-            if neighbours and (found.steps or not yardstick.clip_norms):
-                found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
+            found = yardstick.check_method(method, load, time_paths=time_paths)
+            if neighbours and (found.steps or not clip_norms):
+                seeds = itertools.count(subject.seed)
+                audit = check_loop(
+                    loop_maker(load(), subject, number_format, how),
+                    (cast_batch(workload.batch(seed, subject.device), number_format) for seed in seeds),
+                    sizes=sizes,
+                    seed=subject.seed,
+                    progress=lambda what: progress(f"{method}: {what}"),  # noqa: B023
+                )
+                found = replace(found, audit=audit)
         checks.append(found)
     return Check(
         workload=name,
@@ -165,36 +184,32 @@ def check(
         parameters=sum(1 for _ in subject.model.named_parameters()),
         trainable=len(subject.trainable),
         norms=reference.norms.tolist(),
-        clip_norms=yardstick.clip_norms,
+        clip_norms=clip_norms,
         tied=subject.tied,
         notes=subject.notes,
         faults=[mixing] if mixing else [],
-        warnings=[*_warnings(subject, reference, gradient), *_rounding_warnings(yardstick, narrow)],
+        warnings=list(_warnings(yardstick, gradient, narrow=narrow)),
         loose=yardstick.loose,
         roundings=ROUNDINGS,
-        rounding=yardstick.rounding,
+        rounding=rounding,
         methods=checks,
     )
 
 
-def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """Return a method's name and a function that imports its trainer class; a failed import becomes a verdict."""
-    if isinstance(method, str):
-        found = resolve_method(method)
-        return found.name, partial(load_trainer, found)
-    return method.__name__, lambda: method
-
-
 @dataclass(frozen=True)
 class Yardstick:
-    """Reference that every method is compared with, and the allowed error."""
+    """Reference that every method is compared with, how a step is taken, and the allowed error."""
 
-    subject: Subject
     reference: Reference
     dtype: torch.dtype  # of the methods
+    how: TrainerSettings
     clip_norms: list[float]  # none where no sample has a gradient of its own
     tolerance: float
     rounding: MethodCheck | None  # what the number format alone does; None in float64
+
+    @property
+    def subject(self) -> Subject:
+        return self.reference.subject
 
     @cached_property
     def limits(self) -> dict[str, float]:
@@ -210,76 +225,41 @@ class Yardstick:
         """Parameters that are allowed more than the tolerance."""
         return [name for name, limit in self.limits.items() if limit > self.tolerance]
 
-
-def _make_yardstick(
-    subject: Subject,
-    reference: Reference,
-    dtype: str,
-    max_grad_norm: float | None,
-    tolerance: float,
-    progress: ReportProgress,
-) -> Yardstick:
-    number_format, _ = NUMBER_FORMATS[dtype]
-    clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
-    rounding = None
-    if number_format != torch.float64:
-        progress(f"what {dtype} rounding alone does")
-        rounding = measure_rounding(subject, reference, clip_norms, number_format)
-    return Yardstick(subject, reference, number_format, clip_norms, tolerance, rounding)
-
-
-def _check_method(
-    method: str, load: LoadTrainer, yardstick: Yardstick, how: StepSettings, time_paths: bool
-) -> MethodCheck:
-    subject, reference, clip_norms = yardstick.subject, yardstick.reference, yardstick.clip_norms
-    if not clip_norms:
-        return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
-    try:
-        take = partial(measure_update, load(), subject, dtype=yardstick.dtype, how=how)
-        with nullcontext() if how.compile == EAGER else must_compile():
-            updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
-            again = take(clip_norm=clip_norms[1], seed=subject.seed + 1, time_paths=time_paths)
-    except Exception as error:
-        status, reason = outcome_of_exception(error)
-        if status == SKIPPED or isinstance(error, NotImplementedError):
-            return MethodCheck(method, SKIPPED, reason)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
-        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-        return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
-    comparisons = compare(reference, [update.sums for update in updates], [reference.factors(c) for c in clip_norms])
-    faults = find_faults(Evidence(subject, reference, updates, again, yardstick.limits, comparisons))
-    norm_error, steps = measure_errors(reference, clip_norms, comparisons)
-    reference.release()
-    return MethodCheck(
-        method=method,
-        verdict=NOT_EXACT if faults else EXACT,
-        norm_error=norm_error,
-        steps=steps,
-        faults=faults,
-        notes=updates[1].notes,
-        paths=None if again.paths is None else [asdict(row) for row in again.paths],
-    )
+    def check_method(self, method: str, load: LoadTrainer, *, time_paths: bool) -> MethodCheck:
+        """Compare the updates of a method with the reference, and name what is wrong with them."""
+        subject, reference, clip_norms = self.subject, self.reference, self.clip_norms
+        if not clip_norms:
+            return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
+        try:
+            take = partial(measure_update, load(), subject, dtype=self.dtype, how=self.how)
+            with nullcontext() if self.how.compile == EAGER else must_compile():
+                updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
+                again = take(clip_norm=clip_norms[1], seed=subject.seed + 1, time_paths=time_paths)
+        except Exception as error:
+            status, reason = outcome_of_exception(error)
+            if status == SKIPPED or isinstance(error, NotImplementedError):
+                return MethodCheck(method, SKIPPED, reason)
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
+            lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+            return MethodCheck(method, FAILED, reason, "".join(lines).rstrip() if frames else None)
+        sums, right = [update.sums for update in updates], [reference.factors(c) for c in clip_norms]
+        comparisons = compare(reference, right, lambda turn: sums, sums[0])
+        faults = find_faults(Evidence(reference, updates, again, self.limits, comparisons))
+        norm_error, steps = measure_errors(reference, clip_norms, comparisons)
+        reference.release()
+        return MethodCheck(
+            method=method,
+            verdict=NOT_EXACT if faults else EXACT,
+            norm_error=norm_error,
+            steps=steps,
+            faults=faults,
+            notes=updates[1].notes,
+            paths=None if again.paths is None else [asdict(row) for row in again.paths],
+        )
 
 
-def _audit(
-    method: str,
-    trainer: type[TrainerBase],
-    workload: Workload,
-    yardstick: Yardstick,
-    how: StepSettings,
-    sizes: Sequence[int] | None,
-    progress: ReportProgress,
-) -> Audit:
-    subject, dtype = yardstick.subject, yardstick.dtype
-    make_loop = loop_maker(trainer, lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size, how)
-    seeds = itertools.count(subject.seed)
-    batches = (cast_batch(workload.batch(seed, subject.device), dtype) for seed in seeds)
-    return check_loop(
-        make_loop, batches, sizes=sizes, seed=subject.seed, progress=lambda what: progress(f"{method}: {what}")
-    )
-
-
-def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor | None]) -> Iterator[str]:
+def _warnings(yardstick: Yardstick, gradient: dict[str, Tensor | None], *, narrow: bool) -> Iterator[str]:
+    subject, reference = yardstick.subject, yardstick.reference
     unreached = [name for name, found in gradient.items() if found is None]
     still = [name for name in reference.names if name not in unreached and not reference.grams[name].any()]
     if unreached:
@@ -288,18 +268,12 @@ def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor
         yield f"the gradient of {list_names(still)} is zero for every sample: it does not move in this step"
     if infinite := [str(i) for i, finite in enumerate(reference.finite) if not finite]:
         yield f"the gradient of sample {', '.join(infinite)} is inf or NaN: it has to be left out of the sum"
-    silent = [
-        str(i)
-        for i, (norm, finite) in enumerate(zip(reference.norms.tolist(), reference.finite, strict=True))
-        if finite and norm == 0
-    ]
+    silent = [str(i) for i, finite in enumerate(reference.finite) if finite and reference.norms[i] == 0]
     if silent:
         yield f"the gradient of sample {', '.join(silent)} is zero: nothing is learned from it"
     if subject.batch_size == 1:
         yield "one sample cannot show whether samples mix: give --batch-size 2 or more"
 
-
-def _rounding_warnings(yardstick: Yardstick, narrow: bool) -> Iterator[str]:
     if narrow:
         yield (
             "parts of the model compute in float32 whatever they are given: held to "

@@ -8,7 +8,7 @@ the batch is held against its loss alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Tensors, release_memory
-from dpscope.audit.tracing import recording
+from dpscope.audit.mixing import ComparedRows, ModuleValues, first_difference, recording
 from dpscope.batches import cast_batch, sample_of
+from dpscope.errors import UserError
 from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import gradients_by_name
 
@@ -56,7 +57,11 @@ class Reference:
             if number not in self._held:
                 self._held.clear()
                 release_memory()
-                self._held[number] = _gradients(self.subject, self.turns[number], self.finite)
+                held = self._held[number] = {name: [] for name in self.turns[number]}
+                found = sample_gradients(self.subject, torch.float64, self.turns[number])
+                for gradients, finite in zip(found, self.finite, strict=True):
+                    for name, gradient in gradients.items():
+                        held[name].append(gradient if finite else torch.zeros_like(gradient))
             turn = {name: v for name, v in self._held[number].items() if wanted is None or name in wanted}
             yield turn
             turn.clear()  # the caller still has it while the next is computed
@@ -71,6 +76,15 @@ class Reference:
     def norms(self) -> Tensor:
         """(B,) ‖v_b‖ over all parameters together."""
         return torch.stack([gram.diagonal() for gram in self.grams.values()]).sum(0).sqrt()
+
+    def require_gradients(self, *, mixing: bool) -> None:
+        """Raise `UserError` if no sample has a gradient to clip; where samples mix, none need have its own."""
+        if not any(self.finite):
+            raise UserError(
+                "the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip"
+            )
+        if not self.norms.any() and not mixing:
+            raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
 
     def factors(self, clip_norm: float) -> FactorsByName:
         """Return the factors of the clipping rule: (B,) for each parameter."""
@@ -87,8 +101,11 @@ class Reference:
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
         """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far."""
-        norms = self.norms[self.norms > 0].sort().values
-        return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
+        norms = self.norms[self.norms > 0].sort().values.tolist()
+        if middle is None:  # half of the samples exceed it, or all of them if the norms are about equal
+            lower, upper = norms[(len(norms) - 1) // 2], norms[min((len(norms) + 1) // 2, len(norms) - 1)]
+            middle = (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
+        return [4 * norms[-1], middle, norms[0] / 100]
 
 
 def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> FactorsByName:
@@ -110,17 +127,13 @@ def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     return sum((c * v for c, v in zip(factors, gradients, strict=True)), torch.zeros(()))
 
 
-def _gram(vectors: Sequence[Tensor]) -> Tensor:
-    flat = [vector.flatten() for vector in vectors]
-    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
-
-
 def make_reference(subject: Subject, clipping: str = "flat") -> Reference:
     finite = [True] * subject.batch_size
     reference = Reference(subject, _turns(subject), clipping, finite, {})
     for turn in reference.walk():
         for name, gradients in turn.items():
-            reference.grams[name] = _gram(gradients)
+            flat = [gradient.flatten() for gradient in gradients]
+            reference.grams[name] = torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
             for sample, gradient in enumerate(gradients):
                 finite[sample] &= bool(gradient.isfinite().all())
     if not all(finite):
@@ -137,22 +150,11 @@ def _turns(subject: Subject) -> list[list[str]]:
     }
     limit = max(SMALL_TURN, COPIES_IN_TURN * sum(sizes.values()) / subject.batch_size)
     turns: list[list[str]] = [[]]
-    held = 0
     for name, size in sizes.items():
-        if turns[-1] and held + size > limit:
+        if turns[-1] and sum(sizes[held] for held in turns[-1]) + size > limit:
             turns.append([])
-            held = 0
         turns[-1].append(name)
-        held += size
     return turns
-
-
-def _gradients(subject: Subject, names: Sequence[str], finite: Sequence[bool]) -> Turn:
-    turn: Turn = {name: [] for name in names}
-    for found, whole in zip(sample_gradients(subject, torch.float64, names), finite, strict=True):
-        for name in names:
-            turn[name].append(found[name] if whole else torch.zeros_like(found[name]))
-    return turn
 
 
 def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str]) -> Iterator[Tensors]:
@@ -160,22 +162,11 @@ def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str])
     model, batch = subject.fresh(dtype)
     shapes = dict(model.named_parameters())
     for name in set(subject.trainable).difference(names):
-        shapes[name].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        shapes[name].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
     for index in range(subject.batch_size):
         loss = subject.loss(model, sample_of(batch, index, subject.batch_size)).mean()
         found = gradients_by_name(loss, model)
         yield {n: torch.zeros_like(shapes[n], device="cpu") if (g := found[n]) is None else g.cpu() for n in names}
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _middle_clip_norm(norms: Tensor) -> float:
-    """Return a norm that half of the samples exceed, or all of them if the norms are about equal."""
-    middle = (len(norms) - 1) // 2
-    lower, upper = float(norms[middle]), float(norms[min(middle + 1, len(norms) - 1)])
-    return (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
 
 
 @dataclass(frozen=True)
@@ -186,35 +177,25 @@ class UpdateComparison:
     shares: Tensors
 
 
-class Comparing:
-    """A comparison, one parameter after the other."""
-
-    def __init__(self, factors: FactorsByName) -> None:
-        self.factors = factors
-        self._differences: dict[str, float] = {}
-        self._sizes: dict[str, float] = {}
-        self._shares: Tensors = {}
-
-    def add(self, name: str, update: Tensor, gradients: Sequence[Tensor]) -> None:
-        update, wanted = update.double(), weighted(self.factors[name], gradients)
-        self._differences[name], self._sizes[name] = float((update - wanted).norm()), float(wanted.norm())
-        self._shares[name] = torch.stack([torch.sum(v * update) for v in gradients])
-
-    def done(self, names: Sequence[str]) -> UpdateComparison:
-        errors = _relative(self._differences, self._sizes)
-        return UpdateComparison({name: errors[name] for name in names}, self._shares)
-
-
 def compare(
-    reference: Reference, updates: Sequence[Tensors], factors: Sequence[FactorsByName]
+    reference: Reference,
+    factors: Sequence[FactorsByName],
+    updates_of: Callable[[Turn], Sequence[Tensors]],
+    names: Iterable[str] | None = None,
 ) -> list[UpdateComparison]:
-    """Compare each update with the sums that its factors give."""
-    comparing = [Comparing(each) for each in factors]
-    for turn in reference.walk(updates[0]):
-        for name, gradients in turn.items():
-            for each, update in zip(comparing, updates, strict=True):
-                each.add(name, update[name], gradients)
-    return [each.done([name for name in reference.names if name in updates[0]]) for each in comparing]
+    """Compare updates with the sums that their factors give; `updates_of` returns those of a turn's parameters."""
+    differences: list[dict[str, float]] = [{} for _ in factors]
+    sizes: list[dict[str, float]] = [{} for _ in factors]
+    shares: list[Tensors] = [{} for _ in factors]
+    for turn in reference.walk(names):
+        for step, updates in enumerate(updates_of(turn)):
+            for name, gradients in turn.items():
+                update, wanted = updates[name].double(), weighted(factors[step][name], gradients)
+                differences[step][name], sizes[step][name] = float((update - wanted).norm()), float(wanted.norm())
+                shares[step][name] = torch.stack([torch.sum(v * update) for v in gradients])
+    errors = (_relative(*each) for each in zip(differences, sizes, strict=True))
+    in_order = ({name: error[name] for name in reference.names if name in error} for error in errors)
+    return [UpdateComparison(*each) for each in zip(in_order, shares, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -270,9 +251,6 @@ def _relative(differences: dict[str, float], sizes: dict[str, float]) -> dict[st
     return errors
 
 
-Outputs = list[tuple[str, Tensor]]  # (`in` a module, a tensor of its output), in the order modules finished
-
-
 def find_mixing(subject: Subject) -> str | None:
     """Find where the samples of a batch mix; None if they do not."""
     model, _ = subject.fresh(torch.float64)
@@ -281,13 +259,20 @@ def find_mixing(subject: Subject) -> str | None:
         alone, single = _run(subject, model, sample_of(subject.batch, index, subject.batch_size))
         if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
             continue
-        where = _first_difference(whole, single, index, subject.batch_size)
+        rows = (ComparedRows(subject.batch_size, [index]), ComparedRows(1, [0]))
+        where = first_difference(whole.values, single.values, rows, tolerance=REPEATABLE)
         what = where or "in the loss: every module's output for a sample is its own"
         return (
             f"samples mix {what}. Alone, sample {index} has a loss of {float(alone[0]):.6g}; in the batch, "
             f"{float(together[index]):.6g}. A sample then has no gradient of its own and no clipping bounds its share"
         )
     return None
+
+
+def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, ModuleValues]:
+    with recording(model) as trace:
+        losses = subject.loss(model, cast_batch(batch, torch.float64)).detach()
+    return losses, trace
 
 
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
@@ -302,39 +287,10 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
     found = {name: g for name, g in gradient.items() if g is not None}
-    errors = (
-        compare(reference, [found], [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))])[0].errors
-        if found
-        else {}
+    (comparison,) = compare(
+        reference, [dict.fromkeys(reference.names, torch.ones(len(reference.finite)))], lambda turn: [found], found
     )
-    name = next((name for name, error in errors.items() if error > REPEATABLE), None)
+    name = next((name for name, error in comparison.errors.items() if error > REPEATABLE), None)
     if name is None:
         return None
     return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
-
-
-def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Outputs]:
-    with recording(model) as trace:
-        losses = subject.loss(model, cast_batch(batch, torch.float64)).detach()
-    return losses, [value for value in trace.values if value[0].startswith("in ")]
-
-
-def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:
-    for (where, together), (_, alone) in zip(whole, single, strict=False):
-        share = _sample_part(together, alone, index, batch_size)
-        if share is None:
-            continue
-        difference, size = float((share.double() - alone.double()).norm()), float(alone.double().norm())
-        if not math.isfinite(difference) or difference > REPEATABLE * size:
-            return where
-    return None
-
-
-def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
-    """Return the sample's part of a tensor, along the dimension that is `batch_size` times longer."""
-    if together.dim() != alone.dim():
-        return None
-    longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]
-    if len(longer) != (batch_size > 1) or any(together.shape[d] != batch_size * alone.shape[d] for d in longer):
-        return None
-    return together.chunk(batch_size, longer[0])[index] if longer else together

@@ -137,7 +137,10 @@ def describe_check(check: Check, *, paths: bool = False) -> RenderableType:
         parts += ["", *(Text(sentence) for sentence in sentences)]
     for method in check.methods:
         if method.paths:
-            parts += ["", _path_table(method) if paths else Text(_path_summary(method), style="dim")]
+            counts = Counter(row["path"] or row["kind"] for row in method.paths)
+            shown = ", ".join(f"{count} {path}" for path, count in counts.most_common())
+            summary = f"Paths of {method.method}: {shown} (--paths shows each parameter)"
+            parts += ["", _path_table(method) if paths else Text(summary, style="dim")]
     parts += ["", Text(_verdict(check), style="bold")]
     if audits := check.audits:
         sentences = list(audit_sentences(audits))
@@ -192,12 +195,6 @@ def _sentences(check: Check) -> Iterator[str]:
             yield f"{method.method}: {fault}."
         for note in method.notes:
             yield f"{method.method}: {note}"
-
-
-def _path_summary(method: MethodCheck) -> str:
-    counts = Counter(row["path"] or row["kind"] for row in method.paths or ())
-    shown = ", ".join(f"{count} {path}" for path, count in counts.most_common())
-    return f"Paths of {method.method}: {shown} (--paths shows each parameter)"
 
 
 def _path_table(method: MethodCheck) -> Table:

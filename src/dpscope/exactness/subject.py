@@ -14,6 +14,7 @@ from dpscope.audit.loop import free_memory
 from dpscope.batches import LossFn, batch_size_of, cast_batch
 from dpscope.errors import UserError
 from dpscope.flash.oracle import gradients_by_name
+from dpscope.random_states import seed_all
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
 from dpscope.units import list_names
 from dpscope.workloads.workload import Batch, Workload, silence
@@ -56,7 +57,7 @@ class Subject:
 def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     """Return the workload's model and batch, with randomness off and zeros filled in; `notes` list the changes."""
     where = torch.device(device)
-    torch.manual_seed(seed)
+    seed_all(seed)
     with where:
         model = workload.model()
     require_trainable(model)
@@ -67,10 +68,21 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
         notes.append(f"dropout is off for the check ({quiet} modules)")
     subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
     _require_repeatable(subject)
-    if (hidden := _hidden_parameters(subject)) and (filled := _fill_zeros(model)):
+    # Parameters whose gradient is zero although the loss depends on them, as LoRA's A while B is zero: such a gradient
+    # does not show which method is right.
+    copied, inputs = subject.fresh(torch.float32)
+    losses = subject.loss(copied, inputs)
+    if not losses.requires_grad:
+        raise UserError("no parameter receives a gradient: the loss is detached from the model")
+    found = gradients_by_name(losses.sum(), copied)
+    hidden = [name for name, gradient in found.items() if gradient is not None and not gradient.any()]
+    zero = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.any()}
+    if hidden and zero:
+        for parameter in zero.values():
+            parameter.detach().normal_(std=FILL_DEVIATION)
         notes.append(
             f"no gradient reaches {list_names(hidden, 1)} at first, and others start at zero; those were given small "
-            f"random values for the check: {list_names(filled, 1)}"
+            f"random values for the check: {list_names(zero, 1)}"
         )
     return subject
 
@@ -88,27 +100,6 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
                 f"and {free / 1e9:.2g} GB of {place} are free: use fewer layers (--num-layers 2), a smaller width or "
                 "vocabulary, or a larger machine"
             )
-
-
-def _hidden_parameters(subject: Subject) -> list[str]:
-    """Return trainable parameters whose gradient is zero although the loss depends on them: LoRA's A, while B is zero.
-
-    A zero gradient does not show which method is right.
-    """
-    model, batch = subject.fresh(torch.float32)
-    losses = subject.loss(model, batch)
-    if not losses.requires_grad:
-        raise UserError("no parameter receives a gradient: the loss is detached from the model")
-    found = gradients_by_name(losses.sum(), model)
-    return [name for name, gradient in found.items() if gradient is not None and not gradient.any()]
-
-
-@torch.no_grad()
-def _fill_zeros(model: nn.Module) -> list[str]:
-    zero = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.any()}
-    for parameter in zero.values():
-        parameter.normal_(std=FILL_DEVIATION)
-    return list(zero)
 
 
 def _require_repeatable(subject: Subject) -> None:

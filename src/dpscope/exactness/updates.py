@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Loop, MakeLoop, Tensors, release_memory
-from dpscope.batches import LossFn, split_batch
+from dpscope.batches import split_batch
 from dpscope.errors import UserError
 from dpscope.exactness.reference import (
-    Comparing,
     Reference,
+    Turn,
     UpdateComparison,
+    compare,
     factors_of,
     fit_factors,
     sample_gradients,
@@ -29,8 +30,9 @@ from dpscope.exactness.reference import (
 )
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
+from dpscope.random_states import seed_all
 from dpscope.trainers.base import TrainerBase
-from dpscope.vocabulary.settings import EAGER, TrainerSettings
+from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import Batch
 
 # With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
@@ -39,45 +41,39 @@ HUGE_LEARNING_RATE = 2.0**40
 DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings of the steps that a method is tested in."""
+def physical_batch_size(samples: int, how: TrainerSettings) -> int:
+    """Return the batch size of a trainer whose steps have this many samples."""
+    if samples % how.accumulate:
+        raise UserError(
+            f"a batch of {samples} samples cannot be {how.accumulate} batches of one size: give a batch size that is a "
+            f"multiple of {how.accumulate}"
+        )
+    return samples // how.accumulate
 
-    accumulate: int = 1  # physical batches of a step
-    checkpoint_blocks: bool = False
-    compile: str = EAGER
-    clipping: str = "flat"
-    cuda_graph: bool = False
 
-    def batch_size_of(self, samples: int) -> int:
-        """Return the physical batch size of a trainer whose steps have this many samples."""
-        if samples % self.accumulate:
-            raise UserError(
-                f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "
-                f"is a multiple of {self.accumulate}"
-            )
-        return samples // self.accumulate
-
-    def make_trainer(
-        self, kind: type[TrainerBase], model: nn.Module, loss: LossFn, samples: int, **privacy: Any
-    ) -> TrainerBase:
-        """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
-        sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
-        return kind(model, loss, TrainerSettings(batch_size=self.batch_size_of(samples), **asdict(self), **sgd))
+def _make_trainer(
+    kind: type[TrainerBase], model: nn.Module, subject: Subject, how: TrainerSettings, **privacy: Any
+) -> TrainerBase:
+    """Return a trainer with plain SGD; `privacy`: noise multiplier, clip norm, seed."""
+    sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": HUGE_LEARNING_RATE, **privacy}
+    return kind(model, subject.loss, replace(how, batch_size=physical_batch_size(subject.batch_size, how), **sgd))
 
 
 def loop_maker(
-    trainer_class: type[TrainerBase],
-    make_model: Callable[[], nn.Module],
-    loss: LossFn,
-    batch_size: int,
-    how: StepSettings,
+    trainer_class: type[TrainerBase], subject: Subject, dtype: torch.dtype, how: TrainerSettings
 ) -> MakeLoop:
+    """Return a function that makes loops of the method's trainer, for an audit."""
+
     def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
-        model = make_model()
+        model, _ = subject.fresh(dtype)
         privacy = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "seed": seed}
-        trainer = how.make_trainer(trainer_class, model, loss, batch_size, **privacy)
-        rate = 1 / DATASET_BATCHES
+        trainer = _make_trainer(trainer_class, model, subject, how, **privacy)
+        rate, accountant = 1 / DATASET_BATCHES, None
+        if attach := getattr(trainer.optimizer, "attach_step_hook", None):
+            from opacus.accountants import RDPAccountant
+
+            accountant = RDPAccountant()
+            attach(accountant.get_optimizer_hook_fn(sample_rate=rate))
 
         def step(batch: Batch) -> None:
             trainer.train_step(*split_batch(batch, how.accumulate))
@@ -85,8 +81,8 @@ def loop_maker(
         return Loop(
             model=trained_model(trainer, model),
             step=step,
-            scale=HUGE_LEARNING_RATE / batch_size,
-            accountant=_account(trainer, rate),
+            scale=HUGE_LEARNING_RATE / subject.batch_size,
+            accountant=accountant,
             sample_rate=rate,
             save=lambda: copy.deepcopy(trainer.optimizer.state_dict()),
             resume=trainer.optimizer.load_state_dict,
@@ -99,18 +95,6 @@ def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
     """Return the module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
     own = {id(p) for p in model.parameters()}
     return model if own & {id(p) for p in trainer.model.parameters()} else trainer.model
-
-
-def _account(trainer: TrainerBase, sample_rate: float) -> Any:
-    """Return Opacus's accountant, attached to an optimizer that has step hooks; None if it has none."""
-    attach = getattr(trainer.optimizer, "attach_step_hook", None)
-    if attach is None:
-        return None
-    from opacus.accountants import RDPAccountant
-
-    accountant = RDPAccountant()
-    attach(accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-    return accountant
 
 
 @dataclass(frozen=True)
@@ -131,7 +115,7 @@ def measure_update(
     clip_norm: float,
     dtype: torch.dtype,
     seed: int,
-    how: StepSettings,
+    how: TrainerSettings,
     time_paths: bool = False,
 ) -> Update:
     """Take one step without noise. The method can draw only from `seed`; an exact step ignores it.
@@ -140,12 +124,15 @@ def measure_update(
     """
     model, batch = subject.fresh(dtype)
     before = dict(subject.model.named_parameters())
-    torch.manual_seed(seed)
+    seed_all(seed)
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "seed": seed}
-    trainer = how.make_trainer(trainer_class, model, subject.loss, subject.batch_size, **privacy)
+    trainer = _make_trainer(trainer_class, model, subject, how, **privacy)
     trainer.train_step(*split_batch(batch, how.accumulate))
     sums, moved, trainable = {}, [], set(subject.trainable)
-    for name, after in _trained_parameters(trainer, model).items():
+    own, trained = dict(model.named_parameters()), list(trained_model(trainer, model).parameters())
+    if [p.shape for p in trained] != [p.shape for p in own.values()]:
+        raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
+    for name, after in zip(own, trained, strict=True):  # under the model's own names
         step = (before[name].detach().to(dtype).double() - after.detach().double()).cpu()
         if name in trainable:
             sums[name] = (step * (subject.batch_size / HUGE_LEARNING_RATE)).to(dtype)
@@ -154,17 +141,9 @@ def measure_update(
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
     notes = [note["sentence"] for note in trainer.notes()]
     paths = None if explain is None else explain(measured=True) if time_paths else explain()
-    del trainer, model, explain, after
+    del trainer, model, explain, own, trained, after
     release_memory()
     return Update(clip_norm, sums, moved, notes, paths)
-
-
-def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters after the step, under the model's own names. A trainer may wrap or copy the model."""
-    own, trained = dict(model.named_parameters()), list(trained_model(trainer, model).parameters())
-    if [p.shape for p in trained] != [p.shape for p in own.values()]:
-        raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
-    return dict(zip(own, trained, strict=True))
 
 
 # Beyond this the samples' gradients are so nearly parallel that an update does not say who contributed what.
@@ -218,11 +197,11 @@ def measure_rounding(
             "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
         )
     factors = [factors_of(reference.clipping, norms, clip_norm) for clip_norm in clip_norms]
-    comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]
-    for turn in reference.walk():
+
+    def updates_of(turn: Turn) -> list[Tensors]:
         found = list(compress(sample_gradients(subject, dtype, list(turn)), has_share.tolist()))
-        for name, gradients in turn.items():
-            for each, own in zip(comparing, factors, strict=True):
-                each.add(name, weighted(own[name][has_share], [g[name].double() for g in found]), gradients)
-    norm_error, steps = measure_errors(reference, clip_norms, [each.done(reference.names) for each in comparing])
+        return [{n: weighted(own[n][has_share], [g[n].double() for g in found]) for n in turn} for own in factors]
+
+    comparisons = compare(reference, [reference.factors(clip_norm) for clip_norm in clip_norms], updates_of)
+    norm_error, steps = measure_errors(reference, clip_norms, comparisons)
     return MethodCheck("rounding", EXACT, norm_error=norm_error, steps=steps)

@@ -22,6 +22,7 @@ from dpscope.results.payloads.ncu import Ceilings, Estimate
 from dpscope.vocabulary import phases
 
 NamedTensors = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
+TouchedBytes = Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]  # (those, all arguments, outputs) -> bytes
 
 
 class Moved(NamedTuple):
@@ -42,10 +43,10 @@ _OVERWRITTEN = (
     "index_copy_ zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
     "nll_loss_backward nll_loss2d_backward"
 )
-OVERWRITTEN: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
+OVERWRITTEN = frozenset(_OVERWRITTEN.split())
 
 # Fused optimizers may unscale gradients in place, and their schemas say so; without a loss scaler they only read them.
-UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
+FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
@@ -60,30 +61,23 @@ def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tens
     return int(chosen * torch.Size(free).numel() * target.element_size())
 
 
-def _bytes_like(argument: str) -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
-    """Count one element of self for each element of `argument`."""
-    return lambda named, values, outs: values[argument].numel() * values["self"].element_size()
-
-
 def _output_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
     return tensor_bytes(outs[0])
 
 
+def _bytes_like(argument: str) -> TouchedBytes:
+    """Count one element of self for each element of `argument`."""
+    return lambda named, values, outs: values[argument].numel() * values["self"].element_size()
+
+
 # Arguments of which only some places are touched: operator -> (argument, bytes touched).
-PARTLY_READ: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]]] = {
+PARTLY_READ: dict[str, tuple[str, TouchedBytes]] = {
     "embedding": ("weight", _output_bytes),
-    "index": ("self", _output_bytes),
-    "index_select": ("self", _output_bytes),
-    "gather": ("self", _output_bytes),
-    "take": ("self", _output_bytes),
-    "nll_loss_forward": ("self", _bytes_like("target")),
-    "nll_loss2d_forward": ("self", _bytes_like("target")),
-    "index_put_": ("self", _selected_bytes),
-    "_index_put_impl_": ("self", _selected_bytes),
-    "index_add_": ("self", _bytes_like("source")),
-    "index_copy_": ("self", _bytes_like("source")),
-    "scatter_": ("self", _bytes_like("index")),
-    "scatter_add_": ("self", _bytes_like("index")),
+    **dict.fromkeys(("index", "index_select", "gather", "take"), ("self", _output_bytes)),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), ("self", _bytes_like("target"))),
+    **dict.fromkeys(("index_put_", "_index_put_impl_"), ("self", _selected_bytes)),
+    **dict.fromkeys(("index_add_", "index_copy_"), ("self", _bytes_like("source"))),
+    **dict.fromkeys(("scatter_", "scatter_add_"), ("self", _bytes_like("index"))),
 }
 
 
@@ -97,19 +91,14 @@ def tensor_bytes(tensor: Tensor) -> int:
     return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _byte_range(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors over the same bytes: a matrix and its transpose are read once."""
-    if tensor.layout != torch.strided:
-        return (id(tensor),)
-    return (_storage(tensor), tensor.storage_offset(), tensor_bytes(tensor))
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def distinct_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({_byte_range(tensor): tensor for tensor in tensors}.values())
+    """Return one tensor of those over the same bytes: a matrix and its transpose are read once."""
+    places = ((t, t.storage_offset() if t.layout == torch.strided else 0) for t in tensors)
+    return list({(_storage(t), offset, tensor_bytes(t)): t for t, offset in places}.values())
 
 
 def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
@@ -126,11 +115,11 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     fresh = distinct_tensors(tensor for tensor in outs if _storage(tensor) not in sources)
     if outs and not fresh and not changed:
         return Moved(0, 0)  # a view
-    unread = {a.name for a in schema.arguments if a.is_out} | {OVERWRITTEN.get(name)}
+    unread = {a.name for a in schema.arguments if a.is_out} | {"self" if name in OVERWRITTEN else None}
     if name == "index_put_" and not values.get("accumulate", False):
         unread |= {"self"}
-    if kwargs.get("grad_scale") is None:
-        changed -= {UNWRITTEN.get(name)}
+    if name in FUSED_OPTIMIZERS and kwargs.get("grad_scale") is None:
+        changed -= {"grads"}
     sparse, touched = PARTLY_READ.get(name, (None, None))
 
     def size_of(argument: str) -> int:
@@ -166,18 +155,14 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """Count the operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
     name = operator_name(func)
     if name == "convolution_backward":
-        return _flops_of_convolution_backward(*args)
+        # For each gradient as many as forward takes. torch's formula for the weight's ignores groups.
+        g, x, weight, *options = args
+        forward = conv_flop_count(list(x.shape), list(weight.shape), list(g.shape), transposed=options[4])
+        return int(forward * sum(options[7][:2]))
     formula = flop_registry.get(_FORMULA_OF.get(name, func._overloadpacket))
     if formula is None and name == "addmm_":
         formula = flop_registry[torch.ops.aten.addmm]
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-def _flops_of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
-    """Count as many operations for each gradient as forward takes. torch's formula for the weight's ignores groups."""
-    transposed, mask = options[4], options[7]
-    forward = conv_flop_count(list(x.shape), list(weight.shape), list(g.shape), transposed=transposed)
-    return int(forward * sum(mask[:2]))
 
 
 BLIND_SPOTS = (
@@ -266,8 +251,14 @@ def measure_ceilings(device: str) -> Ceilings:
     """Measure the best of several repeats. Empty without a GPU: a CPU's caches and clocks give no single roof."""
     if device != "cuda":
         return {}
-    best_copy = _best_seconds(*_copy())
-    tensor, single = (_best_seconds(*_gemm(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    best_copy = _best_seconds(torch.empty_like(source).copy_, source)
+    del source
+    # Ordinary numbers: a product of zeros draws less power and would raise the roof.
+    tensor, single = (
+        _best_seconds(torch.mm, *torch.randn(2, GEMM_SIDE, GEMM_SIDE, device="cuda", dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     flops = 2 * GEMM_SIDE**3
     torch.cuda.empty_cache()
     return {
@@ -279,17 +270,6 @@ def measure_ceilings(device: str) -> Ceilings:
             "products in bf16 (tensor cores) and fp32 (without TF32)"
         ),
     }
-
-
-def _copy() -> tuple[Any, ...]:
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    return torch.empty_like(source).copy_, source
-
-
-def _gemm(dtype: torch.dtype) -> tuple[Any, ...]:
-    # Ordinary numbers: a product of zeros draws less power and would raise the roof.
-    a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE, device="cuda", dtype=dtype) for _ in range(2))
-    return torch.mm, a, b
 
 
 def _best_seconds(operation: Any, *operands: Tensor) -> float:

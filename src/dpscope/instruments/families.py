@@ -115,18 +115,11 @@ def operator_family(name: str, shapes: Sequence[Sequence[int]], phase: str | Non
     if "attention" in name:
         return ATTENTION
     family = _OPERATOR_FAMILIES.get(name, ELEMENTWISE)
-    return _in_phase(_family_of_product(shapes[-2:]) if family == GEMM else family, phase)
-
-
-def _family_of_product(shapes: Sequence[Sequence[int]]) -> str:
-    """Return the family of a product. A product with a single row or column is a weighted sum, so a reduction."""
-    if len(shapes) == 2 and {len(shape) for shape in shapes} in ({2}, {3}):
-        (rows, inner), columns = shapes[0][-2:], shapes[1][-1]
-        if inner == 1:
-            return ELEMENTWISE
-        if rows == 1 or columns == 1:
-            return REDUCTION
-    return GEMM
+    if family == GEMM and len(shapes) >= 2 and {len(shape) for shape in shapes[-2:]} in ({2}, {3}):
+        (rows, inner), columns = shapes[-2][-2:], shapes[-1][-1]
+        # A product with a single row or column is a weighted sum.
+        family = ELEMENTWISE if inner == 1 else REDUCTION if 1 in (rows, columns) else GEMM
+    return _in_phase(family, phase)
 
 
 FigureRow = dict[str, Any]
@@ -159,7 +152,7 @@ def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: 
     """Return the first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
     if len(rows) <= most + 1:
         return rows
-    shown, rest = rows[:most], rows[most:]
+    rest = rows[most:]
     merged: FigureRow = dict.fromkeys(keys, "") | {keys[0]: f"({len(rest)} others)"}
     figures = [name for name, value in rest[0].items() if isinstance(value, int | float) and name not in leave_out]
-    return [*shown, merged | {name: sum(row[name] for row in rest) for name in figures}]
+    return [*rows[:most], merged | {name: sum(row[name] for row in rest) for name in figures}]

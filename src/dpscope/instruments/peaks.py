@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.capture import chrome_trace
+from dpscope.instruments.trace.events import parse_events
 from dpscope.places import number_in
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot
 from dpscope.units import mib
@@ -71,10 +73,8 @@ def cpu_peak(step: Step, live: Iterable[Tensor]) -> MemoryPayload:
     with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     # Every allocation (+) and free (-) on the CPU, in order of time.
-    events = json.loads(chrome_trace(profiler))["traceEvents"]
-    memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
-    memory.sort(key=lambda e: (e["ts"], e["args"].get("Ev Idx", 0)))
-    growth = peak_growth(e["args"]["Bytes"] for e in memory)
+    memory = parse_events(json.loads(chrome_trace(profiler))["traceEvents"]).memory
+    growth = peak_growth(each["bytes"] for each in memory if each["device"] == "cpu")
     return {
         "source": CPU_ALLOCATOR,
         "peak_bytes": before + growth,
@@ -105,11 +105,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def peak_growth(deltas: Iterable[int]) -> int:
     """Return the highest running sum of allocations (+) and frees (-), starting from 0."""
-    level = highest = 0
-    for delta in deltas:
-        level += delta
-        highest = max(highest, level)
-    return highest
+    return max(accumulate(deltas, initial=0))
 
 
 def _peak_rss() -> int | None:
@@ -143,7 +139,8 @@ class Snapshots:
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         else:
             allocated = live_tensor_bytes() if allocated is None else allocated
-            reserved = resident_bytes()
+            resident_pages = number_in("/proc/self/statm", r"^\d+ (\d+)") or 0  # 0 if the platform does not say
+            reserved = resident_pages * os.sysconf("SC_PAGE_SIZE")
         self.taken.append(
             {"name": name, "allocated_mb": mib(allocated), "reserved_mb": mib(reserved), "timestamp": time.time()}
         )
@@ -197,8 +194,3 @@ def _has_cpu_bytes(tensor: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def resident_bytes() -> int:
-    """Return the process's resident set; 0 if the platform does not say."""
-    return (number_in("/proc/self/statm", r"^\d+ (\d+)") or 0) * os.sysconf("SC_PAGE_SIZE")

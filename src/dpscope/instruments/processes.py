@@ -67,9 +67,8 @@ def run_limited(
     reader = threading.Thread(target=_read, args=(process.stdout, lines, on_line), daemon=True)
     reader.start()
     try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
     finally:
         timed_out = process.returncode is None
         if timed_out:
@@ -117,7 +116,6 @@ def end_with_lifeline() -> None:
 
 
 ROOT = Path("/")
-
 _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
 
 

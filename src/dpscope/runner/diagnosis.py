@@ -19,6 +19,7 @@ from dpscope.units import GIB
 
 PRESENT, ABSENT, BROKEN = "ok", "missing", "broken"
 
+WOULD_ESTIMATE = ", so `dpscope ncu` would estimate"
 MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
 
 # Import name, what cannot be had without it, whether every sweep needs it.
@@ -42,6 +43,12 @@ class Diagnosis:
     found: str
     remedy: str = ""
     required: bool = False
+
+    @classmethod
+    def of(cls, name: str, status: str, sentence: str, so: str = "") -> Diagnosis:
+        """Return a diagnosis from a sentence `what was found: its remedy`; `so`: what follows."""
+        found, _, remedy = sentence.partition(": ")
+        return cls(name, status, found + so, remedy)
 
 
 def diagnose() -> list[Diagnosis]:
@@ -76,15 +83,10 @@ def _check_cuda() -> list[Diagnosis]:
     free, total = torch.cuda.mem_get_info()
     found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
     memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    busy = free < 0.9 * total
+    remedy = "another process holds memory and will disturb the figures: `nvidia-smi` says which"
     return [
         Diagnosis("CUDA", PRESENT, f"{torch.version.cuda}; {found}"),
-        Diagnosis(
-            "GPU memory",
-            BROKEN if busy else PRESENT,
-            memory,
-            "another process holds memory and will disturb the figures: `nvidia-smi` says which",
-        ),
+        Diagnosis("GPU memory", BROKEN if free < 0.9 * total else PRESENT, memory, remedy),
     ]
 
 
@@ -140,8 +142,7 @@ def check_packages() -> list[Diagnosis]:
 def check_ncu() -> list[Diagnosis]:
     path = find_ncu()
     if path is None:
-        found, _, remedy = NO_NCU.partition(": ")
-        return [Diagnosis("Nsight Compute", ABSENT, f"{found}, so `dpscope ncu` would estimate", remedy)]
+        return [Diagnosis.of("Nsight Compute", ABSENT, NO_NCU, WOULD_ESTIMATE)]
     version = ncu_version(path) or "version unknown"
     return [Diagnosis("Nsight Compute", PRESENT, f"{version}, {path}"), _check_counters(path)]
 
@@ -155,23 +156,19 @@ def _check_counters(ncu: str) -> Diagnosis:
         return _not_tried(name)
     if not torch.cuda.is_available():
         return Diagnosis(name, ABSENT, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
-    trouble = try_counters(ncu)
-    if trouble is None:
-        return Diagnosis(name, PRESENT, "ncu read the DRAM counters of a kernel")
-    found, _, remedy = trouble.partition(": ")
-    return Diagnosis(name, BROKEN, f"{found}, so `dpscope ncu` would estimate", remedy)
+    if trouble := try_counters(ncu):
+        return Diagnosis.of(name, BROKEN, trouble, WOULD_ESTIMATE)
+    return Diagnosis(name, PRESENT, "ncu read the DRAM counters of a kernel")
 
 
 def check_nsys() -> list[Diagnosis]:
     path = find_nsys()
     if path is None:
-        what, _, remedy = NO_NSYS.partition(": ")
-        return [Diagnosis("Nsight Systems", ABSENT, what, remedy)]
+        return [Diagnosis.of("Nsight Systems", ABSENT, NO_NSYS)]
     version = inspect_nsys(path).version or "version unknown"
     findings = [Diagnosis("Nsight Systems", PRESENT, f"{version}, {path}"), _check_importer(path)]
     if refused := sampling_refused():
-        what, _, remedy = refused.partition(": ")
-        findings.append(Diagnosis("CPU sampling", ABSENT, what, remedy))
+        findings.append(Diagnosis.of("CPU sampling", ABSENT, refused))
     return findings
 
 
@@ -197,13 +194,6 @@ def check_disk() -> list[Diagnosis]:
 
 
 CHECKS: tuple[Callable[[], list[Diagnosis]], ...] = (
-    check_python,
-    check_torch,
-    check_opacus,
-    check_triton,
-    check_compile,
-    check_packages,
-    check_ncu,
-    check_nsys,
-    check_disk,
+    *(check_python, check_torch, check_opacus, check_triton, check_compile, check_packages),
+    *(check_ncu, check_nsys, check_disk),
 )

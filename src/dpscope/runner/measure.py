@@ -28,7 +28,7 @@ from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.packages import version_of
 from dpscope.places import is_own_source
-from dpscope.results.identity import LIBRARIES, MUST_BE_EQUAL
+from dpscope.results.identity import LIBRARIES
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import NO_ROOM
 from dpscope.runner.spec import RunSpec
@@ -157,9 +157,11 @@ def collect(device: str) -> dict[str, Any]:
     """Return versions and hardware; open a CUDA context only if the measurement uses one."""
     import torch
 
+    checkout = Path(__file__).parents[3]  # of dpscope's sources; not there for an installed package
+    describe = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     environment: dict[str, Any] = {
         "dpscope": __version__,
-        "git_commit": _git_commit(),
+        "git_commit": _first_line(*describe) if (checkout / ".git").exists() else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -191,10 +193,6 @@ def collect_in_child(device: str) -> dict[str, Any]:
     return environment
 
 
-def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in MUST_BE_EQUAL)
-
-
 def resolve_device(device: str) -> str:
     """Return cpu or cuda; `auto` is cuda where torch sees a GPU. Raise `UserError` if the device is not there."""
     if OneOf("device", DEVICE_CHOICES)(device) == "cpu":
@@ -206,13 +204,6 @@ def resolve_device(device: str) -> str:
     if device == "cuda":
         raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
     return "cpu"
-
-
-def _git_commit() -> str | None:
-    """Return the commit of a source checkout of dpscope; None for an installed package."""
-    root = Path(__file__).parents[3]
-    options = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return _first_line("git", "-C", str(root), *options) if (root / ".git").exists() else None
 
 
 def _cpu_name() -> str:

@@ -83,9 +83,10 @@ def plan_sweep(
     if device == "cpu" and any(spec.gpus > 1 for spec in specs):
         remarks.append("there is no GPU here: rows of several processes run on the CPU, over gloo, and share its cores")
     if instruments is None or not choice.named:
-        unseen = {spec.instrument for spec in specs if not _can_be_seen(spec)}
-        specs = [spec for spec in specs if _can_be_seen(spec)]
-        remarks = [*remarks, *(f"{name} looks at one process: rows of several are left out" for name in sorted(unseen))]
+        unseen = [spec for spec in specs if spec.world_size > 1 and not INSTRUMENTS[spec.instrument].of_ranks]
+        specs = [spec for spec in specs if spec not in unseen]
+        names = sorted({spec.instrument for spec in unseen})
+        remarks += [f"{name} looks at one process: rows of several are left out" for name in names]
     return Plan(specs, choice.instruments, remarks)
 
 
@@ -142,16 +143,9 @@ def make_sweep(
         for method in sorted(names, key=lambda name: name != STANDARD)
         for instrument in instruments
     ]
-    return list(dict.fromkeys(map(_of_one_process, specs)))
-
-
-def _can_be_seen(spec: RunSpec) -> bool:
-    return spec.world_size == 1 or INSTRUMENTS[spec.instrument].of_ranks
-
-
-def _of_one_process(spec: RunSpec) -> RunSpec:
-    """Return the spec without `parallel` if it has one process, so that it equals the row of other sweeps."""
-    return spec if spec.world_size > 1 else replace(spec, parallel=LATER_DEFAULTS["parallel"])
+    # Of one process without `parallel`, so that it equals the row of other sweeps.
+    alone = LATER_DEFAULTS["parallel"]
+    return list(dict.fromkeys(spec if spec.world_size > 1 else replace(spec, parallel=alone) for spec in specs))
 
 
 def _several(values: Any) -> list[Any]:
@@ -212,21 +206,12 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
     command = [sys.executable, "-m", "dpscope.runner.planning"]
     request = json.dumps({"spec": spec.to_dict(), "memory_limit": limits.memory})
     name = spec.workload.name
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": limits.timeout}
     try:
-        child = subprocess.run(
-            command,
-            input=request,
-            capture_output=True,
-            text=True,
-            check=False,
-            errors="replace",
-            timeout=limits.timeout,
-        )
+        child = subprocess.run(command, input=request, check=False, **options)
     except subprocess.TimeoutExpired:
-        limit = limits.in_words
-        raise UserError(
-            f"{name} took no ordinary step within {limit}: raise --timeout, or see where it waits"
-        ) from None
+        sentence = f"{name} took no ordinary step within {limits.in_words}: raise --timeout, or see where it waits"
+        raise UserError(sentence) from None
     if child.returncode == REFUSED:
         raise UserError(child.stdout.rstrip())
     if child.returncode and child.returncode != -signal.SIGKILL:  # killed for memory: the rows will say so
@@ -254,7 +239,7 @@ def explain(spec: RunSpec) -> str | None:
     except UserError as error:
         return str(error)
     except Exception:
-        return None  # it may not be made for the meta device; the rows will tell
+        pass  # it may not be made for the meta device; the rows will tell
     return None
 
 
@@ -264,8 +249,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     if request["memory_limit"] is not None:
         limit_memory(int(request["memory_limit"]))
-    sentence = explain(RunSpec.from_dict(request["spec"]))
-    if sentence is not None:
+    if sentence := explain(RunSpec.from_dict(request["spec"])):
         print(sentence, file=results, flush=True)
         sys.exit(REFUSED)
 

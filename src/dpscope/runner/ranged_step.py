@@ -42,6 +42,12 @@ def program(spec: RunSpec, *more: str) -> list[str]:
     return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 
+def read_outcome(line: str) -> dict[str, str] | None:
+    """Return the outcome in a line that the program printed; None if there is none. The line goes to the row's log."""
+    print(line, end="", flush=True)
+    return json.loads(line.removeprefix(OUTCOME)) if line.startswith(OUTCOME) else None
+
+
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
     """Take one step, which ncu counts."""
     from dpscope.instruments.nvtx import ProcessRanges
@@ -98,23 +104,20 @@ def _profiled(seconds: float | None = None) -> Iterator[None]:
     import torch
 
     ended = threading.Event()
+
+    def close_in_time() -> None:
+        if not ended.wait(seconds):
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+            if not ended.wait(GRACE):
+                _say_outcome(OK, None)
+                os._exit(ALL_OK)
+
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     if seconds:
-        threading.Thread(target=_close_after, args=(seconds, ended), daemon=True).start()
+        threading.Thread(target=close_in_time, daemon=True).start()
     yield
     ended.set()
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-
-
-def _close_after(seconds: float, ended: threading.Event) -> None:
-    import torch
-
-    if ended.wait(seconds):
-        return
-    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-    if not ended.wait(GRACE):
-        _say_outcome(OK, None)
-        os._exit(ALL_OK)
 
 
 def _say_outcome(status: str, reason: str | None) -> None:

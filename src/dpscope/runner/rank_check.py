@@ -1,16 +1,13 @@
-"""Check that a run on several ranks equals a run in one process. A rank runs `dpscope.runner.rank_check SPEC DTYPE.pt`.
+"""Check that a run on several ranks equals a run in one process.
 
 All train the same model with the same noise; in some steps all samples are on one rank.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
-from dpscope.instruments.processes import end_with_lifeline, run_limited
-from dpscope.runner.ranks import end_rank, rank_command
+from dpscope.errors import RankEnded
+from dpscope.instruments.timing import no_progress
+from dpscope.runner.ranks import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import build, join_world
 from dpscope.trainers.base import load_trainer
@@ -85,15 +83,20 @@ def check_ranks(spec: RunSpec, dtype: str = "fp32", tolerance: float | None = No
             raise
         return replace(result, reason=reason)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{dtype}.pt"
-        finished = run_limited(rank_command("rank_check", spec, file))
-        skipped = Path(folder) / "skipped.txt"
-        if skipped.exists():
-            return replace(result, reason=skipped.read_text())
-        if not file.exists():
-            return replace(result, reason=f"the ranks ended without a result: {_first_error(finished.output)}")
+        file = Path(folder) / dtype
+        try:
+            run_ranks(spec, no_progress, file, module=__name__)
+        except RankEnded as error:
+            return replace(result, reason=str(error))
         found: NamedWeights = torch.load(file, weights_only=True)
     return compare(result, before, expected, found)
+
+
+def measure_rank(spec: RunSpec, file: Path) -> None:
+    """Train as one of the spec's ranks. The first writes the parameters to the file, which is named by the dtype."""
+    found = train(spec, file.name)
+    if os.environ["RANK"] == "0":
+        torch.save(found, file)
 
 
 def compare(result: RankCheck, before: NamedWeights, expected: NamedWeights, found: NamedWeights) -> RankCheck:
@@ -133,30 +136,3 @@ def _rows(leaf: Any, rows: Sequence[int], samples: int) -> Any:
 def _whole(parameter: Any) -> Tensor:
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach().cpu().clone()
-
-
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return errors[0] if errors else "\n".join(lines[-5:])
-
-
-def main() -> None:
-    end_with_lifeline()
-    spec, file = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
-    try:
-        found = train(spec, file.stem)
-        if os.environ["RANK"] == "0":
-            torch.save(found, file.with_suffix(".tmp"))
-            file.with_suffix(".tmp").rename(file)
-    except Exception as error:
-        status, reason = outcome_of_exception(error)
-        if status == SKIPPED and os.environ["RANK"] == "0":
-            (file.parent / "skipped.txt").write_text(reason)
-        traceback.print_exc()
-        end_rank(ok=False)
-    end_rank(ok=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,13 @@
-"""A row on several processes: the launcher, and one rank, `python -m dpscope.runner.ranks SPEC FILES FOLDER`.
+"""A row on several processes: the launcher, and one rank, `python -m dpscope.runner.ranks SPEC MODULE FILES FOLDER`.
 
 `torch.distributed.run` starts a rank on each process. It is a child of the row's, so that all ranks are in the row's
-process group. Each writes FOLDER/RANK.json with what it measured, or how it failed. Further files of the row go to
-FILES.
+process group. Each writes FOLDER/RANK.json with what MODULE's `measure_rank` returned, or how it failed. Further files
+of the row go to FILES.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 from dpscope.endings import outcome_of_exception, outcome_of_exit
 from dpscope.errors import RankEnded
@@ -40,13 +41,20 @@ class RankOutcome(TypedDict):
     figures: Any  # what `measure_rank` of the instrument's measurement returned
 
 
-def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
-    """Run the ranks of a spec and return what each measured. Raise `RankEnded` otherwise."""
+def run_ranks(spec: RunSpec, progress: Progress, files: Path, *, module: str | None = None) -> list[Any]:
+    """Run the ranks of a spec and return what each measured. Raise `RankEnded` otherwise.
+
+    `module`: the one that measures a rank, if it is not that of the spec's instrument.
+    """
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{spec.gpus} ranks", 0, 1)
-        finished = run_limited(rank_command("ranks", spec, files, Path(folder)))
-        print(finished.output, file=sys.stderr)
-        outcomes = [_read(Path(folder) / f"{rank}.json") for rank in range(spec.gpus)]
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
+        asked = [json.dumps(spec.to_dict()), module or f"dpscope.runner.measurements.{spec.instrument}"]
+        finished = run_limited([*run, "-m", "dpscope.runner.ranks", *asked, str(files), folder])
+        if module is None:
+            print(finished.output, file=sys.stderr)  # into the row's log
+        left = [Path(folder) / f"{rank}.json" for rank in range(spec.gpus)]
+        outcomes = [json.loads(path.read_text(encoding="utf-8")) if path.exists() else None for path in left]
     _require_figures(outcomes, finished.output)
     return [outcome["figures"] for outcome in outcomes if outcome is not None]
 
@@ -58,7 +66,10 @@ def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> Non
     """
     told = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None and outcome["status"] != OK]
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    killed = {rank: code for rank, code in _exit_codes(output).items() if rank in silent and code in _KILLED}
+    # Rank and exit code of those that torch.distributed.run reports as failed.
+    reported = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", output)
+    codes = {int(rank): int(code) for rank, code in reported}
+    killed = {rank: code for rank, code in codes.items() if rank in silent and code in _KILLED}
     telling = [(rank, outcome) for rank, outcome in told if outcome["status"] != FAILED or not killed]
     if telling:
         rank, first = min(telling, key=lambda pair: _TELLING.index(pair[1]["status"]))
@@ -70,38 +81,10 @@ def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> Non
         raise RankEnded(FAILED, f"rank {silent[0]} ended without a result; the log says what it printed last")
 
 
-def _exit_codes(output: str) -> dict[int, int]:
-    """Rank -> exit code, of those that torch.distributed.run reports as failed."""
-    pairs = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", output)
-    return {int(rank): int(code) for rank, code in pairs}
-
-
-def rank_command(program: str, spec: RunSpec, *files: Path) -> list[str]:
-    """Return the command that runs a program of `runner/` on every rank of a spec."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
-    return [*run, "-m", f"dpscope.runner.{program}", json.dumps(spec.to_dict()), *map(str, files)]
-
-
-def end_rank(*, ok: bool) -> NoReturn:
-    """Exit this process at once, because gloo's threads sometimes abort at a normal exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ALL_OK if ok else SOME_NOT_OK)
-
-
-def _read(path: Path) -> RankOutcome | None:
-    if not path.exists():
-        return None
-    outcome: RankOutcome = json.loads(path.read_text(encoding="utf-8"))
-    return outcome
-
-
-def measure_or_explain_rank(spec: RunSpec, files: Path) -> RankOutcome:
+def measure_or_explain_rank(spec: RunSpec, module: str, files: Path) -> RankOutcome:
     """Measure this rank, or say why it could not. The traceback goes to standard error."""
-    from dpscope.runner.measure import measurement_module
-
     try:
-        figures = measurement_module(spec.instrument).measure_rank(spec, files)
+        figures = importlib.import_module(module).measure_rank(spec, files)
         return {"status": OK, "reason": None, "figures": figures}
     except Exception as error:
         traceback.print_exc()
@@ -112,10 +95,12 @@ def measure_or_explain_rank(spec: RunSpec, files: Path) -> RankOutcome:
 def main() -> None:
     worker.rest_collector()
     end_with_lifeline()
-    spec, files, folder = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
-    outcome = measure_or_explain_rank(spec, files)
-    write_atomically(folder / f"{os.environ['RANK']}.json", json.dumps(outcome))
-    end_rank(ok=outcome["status"] == OK)
+    spec, module, files, folder = sys.argv[-4:]
+    outcome = measure_or_explain_rank(RunSpec.from_dict(json.loads(spec)), module, Path(files))
+    write_atomically(Path(folder) / f"{os.environ['RANK']}.json", json.dumps(outcome))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ALL_OK if outcome["status"] == OK else SOME_NOT_OK)  # gloo's threads sometimes abort at a normal exit
 
 
 if __name__ == "__main__":

@@ -32,34 +32,30 @@ from dpscope.workloads.workload import Batch, Workload, build_model, build_workl
 
 def join_world(spec: RunSpec) -> int:
     """Join the spec's processes and return this one's rank. Real processes are started by torch.distributed.run."""
+    worker.resume_collector()  # before there is any tensor: instruments ask it for those
     if spec.world_size == 1:
         return 0
-    if not dist.is_initialized():
-        if spec.simulate_world > 1:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
+    if dist.is_initialized():
+        return dist.get_rank()
+    if spec.simulate_world > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=spec.simulate_world)
-        else:
-            _join(spec)
-    return dist.get_rank()
-
-
-def _join(spec: RunSpec) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=spec.simulate_world)
+        return 0
     if spec.device == "cuda":
-        found, place = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-        if found < spec.gpus:
+        if (found := torch.cuda.device_count()) < spec.gpus:
             raise UserError(
                 f"--gpus {spec.gpus}, but this machine has {found}: give fewer, or --simulate-world {spec.gpus} for "
                 "the time and peak of one rank without the others"
             )
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if spec.device == "cuda" else "gloo")
+    return dist.get_rank()
 
 
 def assemble(spec: RunSpec) -> tuple[TrainerBase, list[Batch]]:
     """Return the trainer of a spec and the batches of a step, all on the spec's device."""
     trainer_class = load_trainer(resolve_method(spec.method))
-    worker.resume_collector()  # before there is any tensor: instruments ask it for those
     rank = join_world(spec)
     workload, model = build(spec, spec.batch_size)
     trainer = trainer_class(model, workload.loss, spec.settings)
@@ -180,10 +176,7 @@ class TrainingSteps:
         """Take the steps before the measured ones; raise at the first loss that is not finite."""
         self.compile(progress)
         self.capture(progress)
-        for done in range(self._warmup):
-            self()
-            self.require_finite_losses()
-            progress("warm-up", done + 1, self._warmup)
+        self._take_checked(self._warmup, "warm-up", progress)
         if self.compilation is not None:
             self.compilation.begin_measuring()
         self.trainer.begin_measuring()
@@ -211,10 +204,13 @@ class TrainingSteps:
 
     def capture(self, progress: Progress = no_progress) -> None:
         """Take steps until they replay a CUDA graph, if the spec asks for one."""
-        for done in range(STEPS_TO_CAPTURE if self._spec.cuda_graph else 0):
+        self._take_checked(STEPS_TO_CAPTURE if self._spec.cuda_graph else 0, "capturing", progress)
+
+    def _take_checked(self, steps: int, stage: str, progress: Progress) -> None:
+        for done in range(steps):
             self()
             self.require_finite_losses()
-            progress("capturing", done + 1, STEPS_TO_CAPTURE)
+            progress(stage, done + 1, steps)
 
     @property
     def is_opaque(self) -> bool:
@@ -241,25 +237,29 @@ class TrainingSteps:
             return  # the weights of other ranks are made up, and losses mean nothing
         for loss in losses:
             if isinstance(loss, Tensor | float | int) and not math.isfinite(value := float(loss)):
-                raise MeasurementFailed(self._sentence(value))
+                if self._done == 0:
+                    raise MeasurementFailed(
+                        f"the loss is {value} from the first step on ({self._name(0)}), {BEFORE_ANY_UPDATE}"
+                    )
+                raise MeasurementFailed(
+                    f"the loss is {value} from {self._name(self._done)} on, and was finite before: training diverges, "
+                    f"or a gradient is not finite. {self._advice()}"
+                )
             self._done += 1
 
     def require_finite(self) -> None:
         """Check the losses, and the parameters after the last update. Call it after all measurements."""
         self.require_finite_losses()
-        if name := _parameter_not_finite(self.trainer):
-            raise MeasurementFailed(
-                f"the loss was finite, but after {self._name(self._done - 1)} parameter {name} holds inf or NaN: its "
-                f"gradient is not finite, or training diverges. {self._advice()}"
-            )
-
-    def _sentence(self, loss: float) -> str:
-        if self._done == 0:
-            return f"the loss is {loss} from the first step on ({self._name(0)}), {BEFORE_ANY_UPDATE}"
-        return (
-            f"the loss is {loss} from {self._name(self._done)} on, and was finite before: training diverges, or a "
-            f"gradient is not finite. {self._advice()}"
-        )
+        for name, parameter in self.trainer.model.named_parameters():
+            values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            if not (values.numel() and parameter.requires_grad and values.is_floating_point()):
+                continue
+            # Only extremes are computed, which needs no extra memory.
+            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values)):
+                raise MeasurementFailed(
+                    f"the loss was finite, but after {self._name(self._done - 1)} parameter {name} holds inf or NaN: "
+                    f"its gradient is not finite, or training diverges. {self._advice()}"
+                )
 
     def _name(self, step: int) -> str:
         compiling = self.compilation.steps if self.compilation else 0
@@ -274,14 +274,3 @@ class TrainingSteps:
 
     def _advice(self) -> str:
         return f"Try --learning-rate {self._spec.learning_rate / 100:g}, and look at the loss function"
-
-
-def _parameter_not_finite(trainer: TrainerBase) -> str | None:
-    """Return the first parameter that is not finite. Only extremes are computed, which needs no extra memory."""
-    for name, parameter in trainer.model.named_parameters():
-        values = parameter.detach()
-        if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):
-            plain = torch.view_as_real(values) if values.is_complex() else values
-            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(plain)):
-                return name
-    return None

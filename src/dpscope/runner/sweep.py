@@ -26,9 +26,10 @@ from dpscope import numbers
 from dpscope.endings import outcome_of_exit
 from dpscope.errors import UserError
 from dpscope.places import number_in
+from dpscope.results.identity import MUST_BE_EQUAL
 from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
-from dpscope.runner.measure import collect_in_child, same_environment
+from dpscope.runner.measure import collect_in_child
 from dpscope.runner.spec import RunSpec
 from dpscope.units import format_duration
 from dpscope.vocabulary.settings import EAGER
@@ -100,12 +101,8 @@ def launch(
             "some space, or set TMPDIR to a folder that has some"
         )
     if timed_out:
-        limit = limits.in_words
-        result = result_for(
-            spec.to_dict(),
-            status=TIMEOUT,
-            reason=f"no result within {limit}: raise --timeout or use a smaller size",
-        )
+        reason = f"no result within {limits.in_words}: raise --timeout or use a smaller size"
+        result = result_for(spec.to_dict(), status=TIMEOUT, reason=reason)
     else:
         try:
             return read_result(output)
@@ -121,19 +118,15 @@ def _follow(
     child: subprocess.Popen[str], spec: RunSpec, store: ResultStore, limits: Limits, on_progress: ProgressListener
 ) -> bool:
     """Send the child its request and wait for its end; True if it took too long."""
-    request = {
-        "spec": spec.to_dict(),
-        "output": str(store.path_of(spec.file_name).resolve()),
-        "files": str(store.files_of(spec.file_name).resolve()),
-        "memory_limit": None if limits.memory is None else int(limits.memory),
-    }
+    places = {"output": store.path_of(spec.file_name), "files": store.files_of(spec.file_name)}
+    memory = None if limits.memory is None else int(limits.memory)
+    request: dict[str, Any] = {name: str(place.resolve()) for name, place in places.items()}
+    request |= {"spec": spec.to_dict(), "memory_limit": memory}
     assert child.stdin is not None
     assert child.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it died already: its exit code tells
         child.stdin.write(json.dumps(request) + "\n")
         child.stdin.flush()
-    except BrokenPipeError:
-        pass  # it died already: its exit code tells
     reader = threading.Thread(target=_relay_progress, args=(child.stdout, on_progress), daemon=True)
     reader.start()
     try:
@@ -176,7 +169,8 @@ def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> b
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been fixed since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
-    return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
+    same = all(result.environment.get(key) == environment.get(key) for key in MUST_BE_EQUAL)
+    return lasting and result.spec == spec.to_dict() and same
 
 
 def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
@@ -202,15 +196,15 @@ def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Env
         yield lambda spec: {}
         return
     with tempfile.TemporaryDirectory(prefix="dpscope-compiled-", ignore_cleanup_errors=True) as folder:
-        yield partial(_environment, Path(folder))
 
+        def environment_of(spec: RunSpec) -> Environment:
+            if spec.compile == EAGER:
+                return {}
+            of_the_row = Path(folder) / replace(spec, instrument="time", options={}).digest  # for all its instruments
+            of_the_row.mkdir(exist_ok=True)
+            return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}
 
-def _environment(folder: Path, spec: RunSpec) -> Environment:
-    if spec.compile == EAGER:
-        return {}
-    of_the_row = folder / replace(spec, instrument="time", options={}).digest  # the same for all its instruments
-    of_the_row.mkdir(exist_ok=True)
-    return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}
+        yield environment_of
 
 
 class SweepObserver:
@@ -250,16 +244,10 @@ def run_sweep(
         finished = finished_rows(store, specs) if resume else {}
         results = []
         for row, spec in enumerate(specs):
-            kept = finished.get(spec)
-            if kept is None:
+            if (result := finished.get(spec)) is None:
                 observer.row_started(row, spec)
-
-                def on_progress(stage: str, done: int, total: int, row: int = row) -> None:
-                    observer.row_progress(row, stage, done, total)
-
-                result = launch(spec, store, limits=limits, on_progress=on_progress, environment=environment_of(spec))
-            else:
-                result = kept
-            observer.row_finished(row, result, kept=kept is not None)
+                tell = partial(observer.row_progress, row)
+                result = launch(spec, store, limits=limits, on_progress=tell, environment=environment_of(spec))
+            observer.row_finished(row, result, kept=spec in finished)
             results.append(result)
         return results

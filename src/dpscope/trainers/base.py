@@ -5,7 +5,6 @@ Ordinary training is the denominator of every comparison. Layers that cannot be 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -21,17 +20,9 @@ from dpscope.errors import UserError
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.modes import OrdinaryGraph, checkpoint_blocks, compile_model, is_sharded, spread
+from dpscope.vocabulary import phases
 from dpscope.vocabulary.methods import Method
-from dpscope.vocabulary.phases import (
-    BACKWARD,
-    FORWARD,
-    MODEL_LOADED,
-    MODEL_WRAPPED,
-    OPTIMIZER,
-    OPTIMIZER_CREATED,
-    moment,
-    phase,
-)
+from dpscope.vocabulary.phases import moment, phase
 from dpscope.vocabulary.settings import EAGER, OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
@@ -53,33 +44,30 @@ def require_private_trainable(model: nn.Module) -> None:
     """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
     from dpscope.flash.layers.refusals import uses_the_batchs_statistics  # which ordinary training does not need
 
-    mixing = [
-        f"{name or 'the model itself'} is {type(module).__name__}, use {_replacement(module)}"
-        for name, module in model.named_modules()
-        if uses_the_batchs_statistics(module)
-    ]
+    mixing = []
+    for name, module in model.named_modules():
+        if not uses_the_batchs_statistics(module):
+            continue
+        instead = "track_running_stats=False"
+        if isinstance(module, _BatchNorm):
+            groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            instead = f"nn.GroupNorm({groups}, {module.num_features})" if trained else "eval() mode, for it is frozen"
+        mixing.append(f"{name or 'the model itself'} is {type(module).__name__}, use {instead}")
     if mixing:
         raise NotPrivateError(f"cannot be trained privately, layers mix the samples of a batch: {'; '.join(mixing)}")
-
-
-def _replacement(module: nn.Module) -> str:
-    if isinstance(module, _BatchNorm):
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return "eval() mode, for it is frozen"
-        groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
-        return f"nn.GroupNorm({groups}, {module.num_features})"
-    return "track_running_stats=False"
 
 
 AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters
 
 
-class TrainerBase(ABC):
+class TrainerBase:
     """Base of trainers: it owns a model and a method, and does `train_step(batch)`.
 
-    A subclass defines how model and optimizer are prepared, and the backward pass and the update. For the memory
-    instrument it may also declare what it keeps (`holdings`, `memory_rules`). After a step `.grad` holds what the
-    optimizer applied, unless the update consumes it piece by piece (flash).
+    A subclass defines how model and optimizer are prepared, and the backward pass and the update, where they are not
+    those of ordinary training. For the memory instrument it may also declare what it keeps (`holdings`,
+    `memory_rules`). After a step `.grad` holds what the optimizer applied, unless the update consumes it piece by piece
+    (flash).
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
@@ -91,15 +79,15 @@ class TrainerBase(ABC):
         self.device = next(model.parameters()).device
         allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
-        moment(MODEL_LOADED)
+        moment(phases.MODEL_LOADED)
         compiled = settings.compile != EAGER
         self.checkpoints = checkpoint_blocks(model, compiled=compiled) if settings.checkpoint_blocks else None
         self.require_model(model)
         prepared = self.spread(model) if settings.world_size > 1 else model
         self.model = self.prepare_model(prepared if settings.compile == EAGER else self.compile(prepared))
-        moment(MODEL_WRAPPED)
+        moment(phases.MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
-        moment(OPTIMIZER_CREATED)
+        moment(phases.OPTIMIZER_CREATED)
         self._take = self.make_graphed() if settings.cuda_graph else self.take_step
 
     def train_step(self, *batches: Batch) -> Tensor:
@@ -125,14 +113,14 @@ class TrainerBase(ABC):
 
     def losses_of(self, batch: Batch) -> Tensor:
         """Run the forward pass of one batch; return one loss per sample, (B,)."""
-        with phase(FORWARD), self._autocast():
+        with phase(phases.FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         if self.checkpoints is not None:
             self.checkpoints.require_runs()
         require_loss_per_sample(losses)
         return losses
 
-    def require_model(self, model: nn.Module) -> None:  # noqa: B027
+    def require_model(self, model: nn.Module) -> None:
         """Raise `UserError` for a model that this method cannot train."""
 
     def spread(self, model: nn.Module) -> nn.Module:
@@ -156,21 +144,27 @@ class TrainerBase(ABC):
             "compare --methods standard,flash, or measure it without --cuda-graph"
         )
 
-    @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Return the model as this method trains it."""
+        return model
 
-    @abstractmethod
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer as this method uses it."""
+        return optimizer
 
-    @abstractmethod
     def backward(self, losses: Tensor) -> None:
         """Compute gradients from one loss per sample, (B,)."""
+        with phase(phases.BACKWARD):
+            self.run_backward(losses)
 
-    @abstractmethod
+    def run_backward(self, losses: Tensor) -> None:
+        """Do the work of `backward`, inside its phase."""
+        losses.mean().backward()  # type: ignore[no-untyped-call]
+
     def update(self) -> None:
         """Take one optimizer step from those gradients."""
+        with phase(phases.OPTIMIZER):
+            self.optimizer.step()
 
     def accumulate(self) -> None:
         """Keep the gradients for the step, because another batch of the same logical batch follows.
@@ -194,7 +188,7 @@ class TrainerBase(ABC):
 
         yield from model_holdings(self.plain_model, self.optimizer)
 
-    def begin_measuring(self) -> None:  # noqa: B027  (most trainers do the same in every step)
+    def begin_measuring(self) -> None:
         """Skip, from now on, work that is not part of every step."""
 
     def notes(self) -> list[Note]:
@@ -205,12 +199,8 @@ class TrainerBase(ABC):
         return torch.Generator(device=self.device).manual_seed(self.settings.seed)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = AUTOCAST.get(self.settings.dtype)
-        return (
-            nullcontext()
-            if dtype is None or is_sharded(self.settings)
-            else torch.autocast(self.device.type, dtype=dtype)
-        )
+        dtype = None if is_sharded(self.settings) else AUTOCAST.get(self.settings.dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -263,9 +253,8 @@ def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None
     sizes = {len(tensor) for tensor in tensors}
     if samples * accumulate not in sizes:
         found = ", ".join(map(str, sorted(sizes)))
-        said = f"--batch-size says {samples}"
-        if accumulate > 1:
-            said = f"--batch-size {samples} and --accumulate {accumulate} say {samples * accumulate}"
+        together = f"--batch-size {samples} and --accumulate {accumulate} say {samples * accumulate}"
+        said = together if accumulate > 1 else f"--batch-size says {samples}"
         raise UserError(
             f"the workload's batch has {found} samples where {said}: let the function take batch_size and use it, or "
             "give the batch size that it makes"
@@ -296,22 +285,11 @@ class StandardTrainer(TrainerBase):
         captured = self.settings.cuda_graph and type(self) is StandardTrainer
         return {"capturable": True} if captured and "capturable" in signature(optimizer).parameters else {}
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            loss = losses.mean()
-            if self.settings.accumulate > 1:
-                loss = loss / self.settings.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    def update(self) -> None:
-        with phase(OPTIMIZER):
-            self.optimizer.step()
+    def run_backward(self, losses: Tensor) -> None:
+        loss = losses.mean()
+        if self.settings.accumulate > 1:
+            loss = loss / self.settings.accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def accumulate(self) -> None:
         """Let the next backward pass add to `.grad`. Subclasses override this if they accumulate differently."""

@@ -12,12 +12,12 @@ import io
 from typing import Any
 
 from fastDP import PrivacyEngine
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.trainers.base import TrainerBase, require_flat, require_private_trainable
-from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, in_phase, phase
+from dpscope.vocabulary.phases import NOISE, in_phase
 
 SAMPLES_AND_EPOCHS = {"sample_size": 10**6, "epochs": 1}  # of its accountant, which is not asked
 
@@ -50,11 +50,3 @@ class FastDPTrainer(TrainerBase):
         attached: Any = self.privacy
         attached._create_noisy_clipped_gradient = in_phase(NOISE, attached._create_noisy_clipped_gradient)
         return optimizer
-
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            losses.mean().backward()  # type: ignore[no-untyped-call]
-
-    def update(self) -> None:
-        with phase(OPTIMIZER):
-            self.optimizer.step()

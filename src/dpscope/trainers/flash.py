@@ -14,11 +14,11 @@ from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
-from dpscope.trainers.base import StandardTrainer, require_private_trainable
+from dpscope.trainers.base import StandardTrainer, TrainerBase, require_private_trainable
 from dpscope.trainers.modes import PrivateGraph
 from dpscope.units import format_bytes, name_module
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
+from dpscope.vocabulary.phases import CLIP, NOISE, in_phase
 
 OPAQUE = "opaque modules"
 
@@ -111,6 +111,4 @@ class DPFlashClippingTrainer(StandardTrainer):
     def make_graphed(self) -> Callable[..., Tensor]:
         return PrivateGraph(make_graphed_step(lambda batch: self.losses_of(batch).mean(), self.optimizer))
 
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            losses.mean().backward()  # type: ignore[no-untyped-call]
+    run_backward = TrainerBase.run_backward  # the optimizer divides by the size of the logical batch

@@ -61,8 +61,7 @@ class Checkpointed(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        options = _options(self.checkpoints)
-        return checkpoint(super().__call__, *args, **options, **kwargs)
+        return checkpoint(super().__call__, *args, **_options(self.checkpoints), **kwargs)
 
 
 def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
@@ -173,12 +172,10 @@ def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     dimensions = {"shard": settings.world_size}
     if settings.parallel == "hsdp":
         dimensions = {"replicate": REPLICAS, "shard": settings.world_size // REPLICAS}
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    }
+    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     for block in find_blocks(model):
-        fully_shard(block, mp_policy=policy_of(settings), **options)
-    fully_shard(model, mp_policy=policy_of(settings, output_dtype=torch.float32), **options)
+        fully_shard(block, mp_policy=policy_of(settings), mesh=mesh)
+    fully_shard(model, mp_policy=policy_of(settings, output_dtype=torch.float32), mesh=mesh)
     return model
 
 

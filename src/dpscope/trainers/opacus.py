@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ from dpscope.trainers.modes import is_sharded, policy_of
 from dpscope.trainers.opacus_refusals import CHECKPOINTED, NOT_COMPILED, CallWatch, refusals, require_supported
 from dpscope.units import list_names, name_module
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, allocates, in_phase, phase
+from dpscope.vocabulary.phases import CLIP, NOISE, OPTIMIZER, allocates, in_phase, phase
 from dpscope.vocabulary.settings import EAGER, TrainerSettings
 from dpscope.workloads.workload import Batch
 
@@ -129,11 +128,7 @@ class _OpacusTrainer(TrainerBase):
     """Base of flat and ghost: an Opacus optimizer that makes the gradient private before the step."""
 
     optimizer: DPOptimizer
-
-    @property
-    @abstractmethod
-    def mode(self) -> str:
-        """Opacus's `grad_sample_mode`."""
+    mode: str  # Opacus's `grad_sample_mode`
 
     def require_model(self, model: nn.Module) -> None:
         require_flat(self.settings.clipping)
@@ -174,12 +169,7 @@ class _OpacusTrainer(TrainerBase):
         if self.first_calls is not None:
             self.first_calls.require_batch_first(len(losses))
             self.first_calls = None
-        with phase(BACKWARD):
-            self.private_backward(losses)
-
-    @abstractmethod
-    def private_backward(self, losses: Tensor) -> None:
-        """Compute per-sample gradients, or the clipped gradient, from one loss per sample, (B,)."""
+        super().backward(losses)
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
@@ -227,9 +217,6 @@ class DPSGDTrainer(_OpacusTrainer):
         private.clip_and_accumulate = in_phase(CLIP, private.clip_and_accumulate)
         return private
 
-    def private_backward(self, losses: Tensor) -> None:
-        losses.mean().backward()  # type: ignore[no-untyped-call]
-
 
 class DPFunctorchTrainer(DPSGDTrainer):
     """Flat clipping whose per-sample gradients come from torch.func instead of the rules for each layer."""
@@ -240,14 +227,14 @@ class DPFunctorchTrainer(DPSGDTrainer):
 class DPGhostClippingTrainer(_OpacusTrainer):
     """Ghost clipping: one backward pass for per-sample norms, a second for the gradient of the clipped loss."""
 
-    @property
-    def mode(self) -> str:
-        return "ghost_fsdp" if is_sharded(self.settings) else "ghost"
+    def require_model(self, model: nn.Module) -> None:
+        self.mode = "ghost_fsdp" if is_sharded(self.settings) else "ghost"
+        super().require_model(model)
 
     def wrap(self, model: nn.Module, **options: object) -> GradSampleModule:
         wrapped = super().wrap(model, max_grad_norm=self.settings.max_grad_norm, use_ghost_clipping=True, **options)
         wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
         return wrapped
 
-    def private_backward(self, losses: Tensor) -> None:
+    def run_backward(self, losses: Tensor) -> None:
         DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()

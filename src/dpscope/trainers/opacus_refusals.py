@@ -99,17 +99,14 @@ class CallWatch:
 
     def require_batch_first(self, samples: int) -> None:
         """Raise `UserError` if a module saw another number of samples than the loss, and stop watching."""
-        self.close()
+        while self._handles:
+            self._handles.pop().remove()
         for called, shape in self._sizes.items():
             if not shape or shape[0] != samples:
                 raise UserError(
                     f"{CANNOT}: {called} was given a tensor of shape {tuple(shape)} in a batch of {samples} samples, "
                     f"and Opacus takes dimension 0 for the samples: {BATCH_FIRST}"
                 )
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def _watch(self, called: str, module: nn.Module) -> Iterator[RemovableHandle]:
         # fully_shard gives a Linear the class FSDPLinear, of FSDPModule and Linear.
@@ -147,7 +144,9 @@ def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
         instead = _replacement_for(module)
         return f"owns parameters and is given a {strange[0]}, where Opacus's hooks need tensors: {instead}"
     if not args:
-        by_position = len(kwargs) == 1 and _takes_by_position(module, *kwargs)
+        expected = inspect.signature(module.forward).parameters
+        first = expected.get(next(iter(kwargs), ""))
+        by_position = len(kwargs) == 1 and first is not None and first.kind in _POSITIONAL
         return (
             f"owns parameters and is given {list_names(kwargs) or 'nothing'} by keyword, which Opacus's hooks do not "
             f"see: {'pass it by position' if by_position else _replacement_for(module)}"
@@ -158,11 +157,6 @@ def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _takes_by_position(module: nn.Module, name: str) -> bool:
-    parameter = inspect.signature(module.forward).parameters.get(name)
-    return parameter is not None and parameter.kind in _POSITIONAL
 
 
 @torch.no_grad()

@@ -17,11 +17,10 @@ from opake.dpsgd.noise import gaussian_noise
 from opake.random import key
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpscope.trainers.base import TrainerBase, require_flat, require_private_trainable
-from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, phase
+from dpscope.vocabulary.phases import BACKWARD, NOISE, phase
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch
 
@@ -47,9 +46,6 @@ class OpakeTrainer(TrainerBase):
         self.gradients: Any = None
         self._functions: dict[Any, Any] = {}  # by the structure of the batch
         return model
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
 
     def compile(self, model: nn.Module) -> nn.Module:
         """Return the model as it is: `_function` compiles what differentiates it."""
@@ -98,5 +94,4 @@ class OpakeTrainer(TrainerBase):
         for name, gradient in private.pytree.items():
             parameters[name].grad = gradient
         self.gradients = None
-        with phase(OPTIMIZER):
-            self.optimizer.step()
+        super().update()

@@ -67,6 +67,19 @@ class MixesInBackward(nn.Module):
         return self.second(Backward.apply(torch.tanh(self.first(x.flatten(1)))))
 
 
+class MixesBetweenModules(nn.Module):
+    """Centres the batch between two layers, neither of which is to blame; a mask of -inf goes through a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.masked, self.second = nn.Linear(108, 5), nn.Identity(), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.first(x.flatten(1))
+        h = self.masked(h.masked_fill(h < 0, -torch.inf)).nan_to_num(neginf=0.0)
+        return self.second(h - h.mean(0))
+
+
 def rows(seed, device):
     return torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(seed)).to(device)
 
@@ -83,6 +96,7 @@ MIXING = {
         batch=rows,
         loss=lambda model, batch: model(batch).view(len(batch), -1).square().mean(1),
     ),
+    "samples mix before second (Linear)": workload_of(MixesBetweenModules),
     "samples mix in the loss: every module's output for a sample is its own": workload_of(
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(108, 2)),
         loss=lambda model, batch: model(batch).square().sum(1) / batch.shape[0],

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.runner import rank_check
+from dpscope.runner import ranks
 from dpscope.runner.rank_check import CHECKED_STEPS, RankCheck, check_ranks, compare, share_of_step
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
@@ -51,12 +51,12 @@ def test_the_command_heeds_methods_number_format_tolerance_and_json(
     """
 
     def run(command: list[str]) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", command[-3:])
-        fork_ranks(rank_check.main)
+        monkeypatch.setattr(sys, "argv", command[-5:])
+        fork_ranks(ranks.main)
         return SimpleNamespace(output="")
 
-    monkeypatch.setattr(rank_check, "run_limited", run)
-    monkeypatch.setattr(rank_check, "end_with_lifeline", lambda: None)
+    monkeypatch.setattr(ranks, "run_limited", run)
+    monkeypatch.setattr(ranks, "end_with_lifeline", lambda: None)
     file = tmp_path / "ranks.json"
     options = ["--seq-len", "8", "--batch-size", "2", "--gpus", "2", "--parallel", "ddp", "--device", "cpu"]
     asked = ["--methods", "flash,flat", "--dtype", "fp64", "--tolerance", "1e-9", "--json", str(file)]

@@ -17,7 +17,7 @@ SPEC = RunSpec(workload=PRESETS["tiny"], method="flash", batch_size=2, gpus=2)
 
 def test_a_rank_that_saw_something_leaves_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(time, "measure_rank", lambda spec, files: {"spec": spec.method, "files": files})
-    outcome = measure_or_explain_rank(SPEC, tmp_path)
+    outcome = measure_or_explain_rank(SPEC, time.__name__, tmp_path)
     assert outcome == {"status": "ok", "reason": None, "figures": {"spec": "flash", "files": tmp_path}}
 
 
@@ -26,4 +26,5 @@ def test_a_rank_that_failed_leaves_its_status_and_reason(monkeypatch: pytest.Mon
         raise UserError("no such thing")
 
     monkeypatch.setattr(time, "measure_rank", refuse)
-    assert measure_or_explain_rank(SPEC, tmp_path) == {"status": "skipped", "reason": "no such thing", "figures": None}
+    outcome = measure_or_explain_rank(SPEC, time.__name__, tmp_path)
+    assert outcome == {"status": "skipped", "reason": "no such thing", "figures": None}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
@@ -113,11 +112,9 @@ class ModulePaths:
         self._numbers: list[int] = []  # autograd's number, and
         self._modules: list[str] = []  # the module whose forward runs from there on
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         # Always: checkpointing leaves forwards by an exception on purpose.
-        with module_hooks(self._model, before=self._enter, after=self._leave, always=True):
-            yield
+        return module_hooks(self._model, before=self._enter, after=self._leave, always=True)
 
     def current(self) -> str:
         """Return the module that the calling thread's operator works for; empty if none."""
@@ -186,21 +183,22 @@ class Birth:
     by_autograd: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Life:
     """One storage: its birth, its owner, who keeps it, and the saved tensors of autograd that hold it."""
 
-    __slots__ = ("birth", "first", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
+    index: int
+    birth: Birth
+    first: TensorWeakRef  # the tensor it first appeared as
+    nbytes: int = field(init=False)  # now
+    module: str = field(init=False)
+    owner: str | None = None  # the component of who holds it for good
+    kept: bool = False  # the method was seen to hold it beyond what autograd does
+    saves: int = 0  # saved tensors of autograd's graph that hold it now
+    was_saved: bool = False
 
-    def __init__(self, index: int, birth: Birth, first: TensorWeakRef) -> None:
-        self.index = index
-        self.birth = birth
-        self.first = first  # the tensor it first appeared as
-        self.nbytes = birth.nbytes  # now
-        self.module = birth.module
-        self.owner: str | None = None  # the component of who holds it for good
-        self.kept = False  # the method was seen to hold it beyond what autograd does
-        self.saves = 0  # saved tensors of autograd's graph that hold it now
-        self.was_saved = False
+    def __post_init__(self) -> None:
+        self.nbytes, self.module = self.birth.nbytes, self.birth.module
 
 
 @dataclass

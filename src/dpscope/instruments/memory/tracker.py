@@ -125,7 +125,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             nbytes=storage.nbytes(),
-            recomputed=not before and _recomputing(),
+            # A forward runs again inside a backward pass: gradients are enabled there.
+            recomputed=not before
+            and in_backward()
+            and torch.is_grad_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None,
         )
         index, address = len(self.record.lives), storage._cdata
         self.record.lives.append(Life(index, birth, TensorWeakRef(tensor)))
@@ -217,11 +221,6 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
-
-
-def _recomputing() -> bool:
-    """Return whether a forward runs again inside a backward pass: gradients are enabled there."""
-    return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @contextmanager

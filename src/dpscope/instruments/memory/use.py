@@ -21,14 +21,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.memory.record import BEFORE_STEP, DIED, OUTSIDE_PHASES, RELEASED, Birth, Life, Record
 from dpscope.instruments.memory.tracker import Holding
 from dpscope.results.derived import require_conserved, thin
-from dpscope.results.payloads.memory import (
-    OTHER_MODULES,
-    ModuleAtPeak,
-    TensorAtPeak,
-    TensorsAtPeak,
-    TimelinePayload,
-    TimelinePhase,
-)
+from dpscope.results.payloads import memory as payload
 from dpscope.vocabulary.components import (
     ACTIVATION_HOOKS,
     ACTIVATIONS,
@@ -99,7 +92,7 @@ class MemoryUse:
             for i, nbytes in sizes.items()
         ]
 
-    def modules_at_peak(self, limit: int = 1000) -> list[ModuleAtPeak]:
+    def modules_at_peak(self, limit: int = 1000) -> list[payload.ModuleAtPeak]:
         """Return the bytes of the peak by module, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
@@ -108,10 +101,11 @@ class MemoryUse:
         rows = sorted(table.items(), key=lambda item: -sum(item[1].values()))
         listed, rest = rows[:limit], rows[limit:]
         if rest:
-            listed.append((OTHER_MODULES, {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}))
+            others = {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}
+            listed.append((payload.OTHER_MODULES, others))
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
-    def tensors_at_peak(self, limit: int = 30) -> TensorsAtPeak:
+    def tensors_at_peak(self, limit: int = 30) -> payload.TensorsAtPeak:
         """Return the tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
 
         `bytes` is the size of one; they and the rest add up to the peak.
@@ -129,7 +123,7 @@ class MemoryUse:
             "rest": {"bytes": sum(nbytes for nbytes, _ in rest), "count": sum(count for _, count in rest)},
         }
 
-    def phases(self) -> list[TimelinePhase]:
+    def phases(self) -> list[payload.TimelinePhase]:
         """Return the stretches of the timeline by innermost phase: a phase inside another interrupts it."""
         marks = [*self.record.marks, (len(self.record.events), OUTSIDE_PHASES)]
         first = self.record.start
@@ -139,7 +133,7 @@ class MemoryUse:
             if name != OUTSIDE_PHASES and end > start
         ]
 
-    def timeline(self, limit: int = 1500) -> TimelinePayload:
+    def timeline(self, limit: int = 1500) -> payload.TimelinePayload:
         """Return at most `limit` points: the peak, both sides of every phase's ends, and highs and lows in between."""
         first, end = self.record.start, len(self.points)
         edges = {at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)}
@@ -155,7 +149,7 @@ class MemoryUse:
         }
 
 
-def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> TensorAtPeak:
+def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> payload.TensorAtPeak:
     birth, modules = lives[0].birth, {life.module for life in lives}
     return {
         "bytes": nbytes,
@@ -190,8 +184,15 @@ def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
     if life.birth.operator != BEFORE_STEP:
         for rule in rules:
             name = rule(life.birth)
-            if name is not None:
-                return (_checked(name, rule),) * 2
+            if name is None:
+                continue
+            if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
+                known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
+                raise UserError(
+                    f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of "
+                    f"{known}, or a new name in lower_case_letters"
+                )
+            return name, name
         declared = component_of(life.birth.function, life.birth.operator)
         if declared is not None:
             return declared, declared
@@ -201,16 +202,6 @@ def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
         return ACTIVATIONS, ACTIVATIONS
     beyond = ACTIVATION_HOOKS if life.kept else TEMP_MATRICES
     return (ACTIVATIONS if life.was_saved else beyond), beyond
-
-
-def _checked(name: object, rule: ComponentRule) -> str:
-    if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
-        known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
-        raise UserError(
-            f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of {known}, "
-            "or a new name in lower_case_letters"
-        )
-    return name
 
 
 def _points(

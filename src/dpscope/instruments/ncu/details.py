@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpscope.instruments.ncu.reading import UnreadableReport
 
@@ -31,8 +31,7 @@ SECTION_TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     section: str
     name: str
     unit: str
@@ -47,8 +46,7 @@ class Metric:
             return float("nan")
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     section: str
     rule: str
     text: str
@@ -94,27 +92,16 @@ def read_details(path: Path | str) -> list[KernelDetails]:
         raise UnreadableReport(
             f"{path} is no CSV of ncu's Details page: write it with `ncu --import REPORT.ncu-rep --page details --csv`"
         )
-    launches: dict[str, list[dict[str, str]]] = {}
+    launches: dict[str, KernelDetails] = {}
     for row in csv.DictReader(lines[first:]):
-        if row.get("Section Name") or row.get("Rule Name"):
-            launches.setdefault(row["ID"], []).append(row)
-    return [_kernel(rows) for rows in launches.values()]
-
-
-def _kernel(rows: list[dict[str, str]]) -> KernelDetails:
-    metrics = [
-        Metric(row["Section Name"], row["Metric Name"], row.get("Metric Unit") or "", row["Metric Value"])
-        for row in rows
-        if row.get("Metric Name")
-    ]
-    advice = [
-        Advice(_title(row.get("Section Name") or ""), row["Rule Name"], row.get("Rule Description") or "")
-        for row in rows
-        if row.get("Rule Name")
-    ]
-    head = rows[0]
-    return KernelDetails(head["Kernel Name"], head.get("Grid Size", ""), head.get("Block Size", ""), metrics, advice)
-
-
-def _title(section: str) -> str:
-    return SECTION_TITLES.get(section.partition("_")[0], section)
+        section, rule = row.get("Section Name") or "", row.get("Rule Name")
+        if not section and not rule:
+            continue
+        shape = row.get("Grid Size", ""), row.get("Block Size", "")
+        launch = launches.setdefault(row["ID"], KernelDetails(row["Kernel Name"], *shape, [], []))
+        if name := row.get("Metric Name"):
+            launch.metrics.append(Metric(section, name, row.get("Metric Unit") or "", row["Metric Value"]))
+        if rule:
+            title = SECTION_TITLES.get(section.partition("_")[0], section)
+            launch.advice.append(Advice(title, rule, row.get("Rule Description") or ""))
+    return list(launches.values())

@@ -9,10 +9,10 @@ import csv
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.instruments.families import FigureRow, kernel_family, short_kernel_name
@@ -21,10 +21,6 @@ from dpscope.instruments.ncu.running import csv_command, find_ncu
 from dpscope.packages import install_command
 from dpscope.results.payloads.ncu import KERNEL_FIGURES, Kernels
 from dpscope.vocabulary.phases import PHASES
-
-if TYPE_CHECKING:
-    pass
-
 
 IMPORT_SECONDS = 300.0
 PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; found again wherever ncu prints ranges
@@ -87,13 +83,12 @@ def parse_raw_csv(text: str) -> list[Action]:
     names = next(csv.reader([header]))
     rows = csv.reader(lines)
     next(rows, None)  # units: base ones were asked for
-    return [_action(dict(zip(names, row, strict=False))) for row in rows if len(row) > 1]
-
-
-def _action(row: dict[str, str]) -> Action:
-    cells = {name: _number(cell) for name, cell in row.items() if _is_counted(name)}
-    metrics = {name: number for name, number in cells.items() if number is not None}
-    return Action(row.get("Kernel Name", ""), metrics, find_phase(row.values()))
+    actions = []
+    for row in (dict(zip(names, cells, strict=False)) for cells in rows if len(cells) > 1):
+        numbers = {name: _number(cell) for name, cell in row.items() if _is_counted(name)}
+        metrics = {name: number for name, number in numbers.items() if number is not None}
+        actions.append(Action(row.get("Kernel Name", ""), metrics, find_phase(row.values())))
+    return actions
 
 
 def _is_counted(name: str) -> bool:
@@ -129,22 +124,13 @@ def _read_with_package(path: Path) -> list[Action]:
         raise UnreadableReport(f"{path.name} cannot be read ({error})") from None
 
 
-def _package_action(action: object) -> Action:
-    names = [name for name in action.metric_names() if _is_counted(name)]  # type: ignore[attr-defined]
-    values = {name: action.metric_by_name(name).value() for name in names}  # type: ignore[attr-defined]
+def _package_action(action: Any) -> Action:
+    values = {name: action.metric_by_name(name).value() for name in action.metric_names() if _is_counted(name)}
     metrics = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-    name = action.name(action.NameBase_DEMANGLED)  # type: ignore[attr-defined]
-    return Action(str(name), metrics, find_phase(_nvtx_names(action)))
-
-
-def _nvtx_names(action: object) -> Iterator[str]:
-    state = action.nvtx_state()  # type: ignore[attr-defined]
-    if state is None:
-        return
-    for domain_id in state.domains():
-        domain = state.domain_by_id(domain_id)
-        yield from map(str, domain.start_end_ranges())
-        yield from map(str, domain.push_pop_ranges())
+    state = action.nvtx_state()
+    domains = [] if state is None else [state.domain_by_id(domain) for domain in state.domains()]
+    ranges = (str(each) for d in domains for each in (*d.start_end_ranges(), *d.push_pop_ranges()))
+    return Action(str(action.name(action.NameBase_DEMANGLED)), metrics, find_phase(ranges))
 
 
 # Caches are left as they are: what a kernel has written may leave L2 only while a later one runs.
@@ -171,17 +157,10 @@ def keep_top(rows: Sequence[Any], top: int) -> list[Any]:
 
 
 def _row(action: Action) -> FigureRow:
-    figures, _ = make_figures(
-        action.metrics, {name: TRAFFIC_FORMULAS[name] for name in KERNEL_FIGURES if name in TRAFFIC_FORMULAS}
-    )
-    family = kernel_family(action.name, action.phase)
-    row: FigureRow = {
-        "name": short_kernel_name(action.name),
-        "family": family,
-        "phase": action.phase,
-        "calls": 1,
-        **figures,
-    }
+    formulas = {name: TRAFFIC_FORMULAS[name] for name in KERNEL_FIGURES if name in TRAFFIC_FORMULAS}
+    figures, _ = make_figures(action.metrics, formulas)
+    name, family = short_kernel_name(action.name), kernel_family(action.name, action.phase)
+    row: FigureRow = {"name": name, "family": family, "phase": action.phase, "calls": 1, **figures}
     if flops := make_flops(action.metrics):
         row["flops"] = flops.get("total", sum(flops.values()))
     if GPU_TIME in action.metrics:

@@ -14,17 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dpscope.instruments import processes
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
-from dpscope.instruments.processes import (
-    FinishedCommand,
-    OnLine,
-    ask,
-    find_remedy,
-    find_version,
-    newest,
-    run_limited,
-    unknown_option,
-)
+from dpscope.instruments.processes import FinishedCommand, OnLine, run_limited, unknown_option
 from dpscope.units import format_duration
 
 # Where installers put it when it is not on the PATH.
@@ -45,11 +37,11 @@ def find_ncu() -> str | None:
     """Return $NCU, or `ncu` on the PATH, or the newest in the usual folders."""
     if asked := os.environ.get("NCU"):
         return shutil.which(asked)
-    return shutil.which("ncu") or newest(NCU_PATTERNS)
+    return shutil.which("ncu") or processes.newest(NCU_PATTERNS)
 
 
 def ncu_version(ncu: str) -> str | None:
-    return find_version(ask(ncu, "--version"), numbers=3)
+    return processes.find_version(processes.ask(ncu, "--version"), numbers=3)
 
 
 def range_command(ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str]) -> list[str]:
@@ -129,7 +121,7 @@ def took_too_long(seconds: float) -> str:
 
 def why_no_counts(output: str, returncode: int) -> str:
     """Return why ncu left no report, as a sentence with the remedy."""
-    if remedy := find_remedy(output, _REMEDIES):
+    if remedy := processes.find_remedy(output, _REMEDIES):
         return remedy
     if option := unknown_option(output):
         return f"this ncu does not know {option}: install Nsight Compute 2023.1 or newer"
@@ -213,10 +205,5 @@ def take_report(
             refused.append(str(option))
         else:
             break
-    if done.timed_out:
-        failure: str | None = took_too_long(limit)
-    elif taken:
-        failure = None
-    else:
-        failure = why_no_counts(done.output, done.returncode)
-    return NcuCapture(command, done.output, failure, refused)
+    failure = took_too_long(limit) if done.timed_out else why_no_counts(done.output, done.returncode)
+    return NcuCapture(command, done.output, None if taken and not done.timed_out else failure, refused)

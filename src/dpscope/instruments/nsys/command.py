@@ -55,7 +55,10 @@ def find_nsys() -> str | None:
     """Return $NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
     if asked := os.environ.get("NSYS"):
         return shutil.which(asked)
-    return shutil.which("nsys") or _beside_ncu() or newest(NSYS_PATTERNS)
+    if on_path := shutil.which("nsys"):
+        return on_path
+    ncu = find_ncu()  # which, or a script that calls it, lies in its installation or below
+    return (ncu and newest(BESIDE_NCU, Path(ncu).resolve().parents[:3])) or newest(NSYS_PATTERNS)
 
 
 def inspect_nsys(path: str) -> Nsys:
@@ -69,12 +72,6 @@ def find_importer(nsys: str) -> str | None:
     if beside := newest(IMPORTER_BESIDE, [Path(nsys).resolve().parent]):
         return str(Path(beside).resolve())
     return shutil.which(IMPORTER) or newest(IMPORTER_INSTALLED)
-
-
-def _beside_ncu() -> str | None:
-    ncu = find_ncu()
-    # ncu, or a script that calls it, lies in the installation or below.
-    return None if ncu is None else newest(BESIDE_NCU, Path(ncu).resolve().parents[:3])
 
 
 TRACED_APIS: str = INSTRUMENTS["nsys"].options["trace"].default
@@ -124,14 +121,6 @@ def profile_command(nsys: Nsys, program: Sequence[str], report: Path, looking: N
     scope = ["--capture-range=cudaProfilerApi", *end]
     where = ["--force-overwrite=true", f"--output={report}"]
     return [nsys.path, "profile", f"--trace={looking.trace}", *_sampling(nsys, looking), *scope, *where, *program]
-
-
-def export_command(nsys: str, report: Path, database: Path) -> list[str]:
-    return [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
-
-
-def import_raw_command(importer: str, raw: Path, report: Path) -> list[str]:
-    return [importer, "-i", str(raw), "-o", str(report)]
 
 
 def interactive_commands(

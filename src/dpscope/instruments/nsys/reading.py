@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,22 +85,16 @@ def read_timeline(path: Path) -> CapturedTimeline:
         # Read-only and immutable: no journal appears beside somebody's file.
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
             return _read(database, path)
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
         if "no such column" in str(error):
             raise UnreadableCapture(
                 f"{path} was exported by a version of nsys whose tables dpscope does not know ({error}): export it "
                 "again with Nsight Systems 2021 or newer"
             ) from None
-        raise UnreadableCapture(_damaged(path, error)) from None
-    except sqlite3.DatabaseError as error:
-        raise UnreadableCapture(_damaged(path, error)) from None
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    return (
-        f"{path} cannot be read as SQLite ({error}): it was cut short or is something else. Export it again: "
-        f"nsys export --type=sqlite --force-overwrite=true REPORT.nsys-rep"
-    )
+        raise UnreadableCapture(
+            f"{path} cannot be read as SQLite ({error}): it was cut short or is something else. Export it again: "
+            f"nsys export --type=sqlite --force-overwrite=true REPORT.nsys-rep"
+        ) from None
 
 
 def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
@@ -123,17 +118,14 @@ def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
             "another profiler is attached, and whether this nsys is as new as the driver"
         )
     ranges = list(rows("NVTX_EVENTS", _RANGES, Range))
+    by_start = attrgetter("start")
     return CapturedTimeline(
-        activities=sorted(activities, key=lambda activity: (activity.start, activity.end)),
-        calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _calls("CUPTI_ACTIVITY_KIND_RUNTIME"), _call), key=_start),
+        activities=sorted(activities, key=attrgetter("start", "end")),
+        calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _calls("CUPTI_ACTIVITY_KIND_RUNTIME"), _call), key=by_start),
         ranges=sorted(ranges, key=lambda r: (r.start, -r.end)),
-        os_calls=sorted(rows("OSRT_API", _calls("OSRT_API", "NULL"), _call), key=_start),
+        os_calls=sorted(rows("OSRT_API", _calls("OSRT_API", "NULL"), _call), key=by_start),
         gpu=next(rows("TARGET_INFO_GPU", "SELECT name FROM TARGET_INFO_GPU ORDER BY id", str), None),
     )
-
-
-def _start(call: Call) -> int:
-    return call.start
 
 
 _KERNELS = f"""

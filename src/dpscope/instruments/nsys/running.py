@@ -6,19 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from dpscope.instruments.nsys.command import (
-    Nsys,
-    NsysOptions,
-    export_command,
-    find_importer,
-    import_raw_command,
-    profile_command,
-)
+from dpscope.instruments.nsys.command import Nsys, NsysOptions, find_importer, profile_command
 from dpscope.instruments.processes import OnLine, find_remedy, run_limited, unknown_option
 from dpscope.places import number_in
 
@@ -99,18 +92,6 @@ def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:
     return f"{left}: the importer failed ({_last_line(output)}); by hand: `{by_hand}`"
 
 
-def why_not_exported(report: Path, output: str) -> str:
-    by_hand = f"nsys export --type=sqlite --output={report.with_suffix('.sqlite')} {report}"
-    if missing := missing_library(output):
-        why = f"it lacks {missing}: install it, or point LD_LIBRARY_PATH to a folder that has it"
-    else:
-        why = _last_line(output)
-    return (
-        f"the report is there, {report} (open it with nsys-ui), but nsys did not export it ({why}). With a full Nsight "
-        f"Systems: `{by_hand}`, then `dpscope nsys --read {report.with_suffix('.sqlite')}`"
-    )
-
-
 def sampling_refused() -> str | None:
     """Return why the host's threads cannot be sampled here; None if they can."""
     level = number_in(PARANOID, r"(-?\d+)")
@@ -156,12 +137,6 @@ def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
     return {each for each in found if each.partition(b"=")[2]} - {f"{n}={v}".encode() for n, v in passed_on.items()}
 
 
-def assigned_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
-    """Return the names of the variables whose assignments occur in a file."""
-    content = file.read_bytes()
-    return sorted({each.partition(b"=")[0].decode(errors="replace") for each in assignments if each in content})
-
-
 @dataclass(frozen=True)
 class NsysCapture:
     """Files that a run of nsys left, and the sentence that says what is missing and how to get it."""
@@ -192,13 +167,16 @@ def take_capture(
     done = run_limited([*isolation_prefix(), *command], environment=environment, on_line=on_line)
     output = done.output
     report = folder / f"{name}.nsys-rep"
-    raw = _raw_capture(folder / f"{name}.qdstrm", output)
-    if not report.exists() and raw is not None:
+    raw = folder / f"{name}.qdstrm"  # which nsys leaves, there or where it says, if it could not make a report
+    elsewhere = re.findall(r"Generating '([^']+\.qdstrm)'", output)
+    if not raw.exists() and elsewhere and Path(elsewhere[-1]).exists():
+        shutil.move(elsewhere[-1], raw)
+    if not report.exists() and raw.exists():
         importer = find_importer(nsys.path)
         said = ""
         if importer is not None:
             on_line("importing the raw capture\n")
-            said = run_limited(import_raw_command(importer, raw, report), environment=environment).output
+            said = run_limited([importer, "-i", str(raw), "-o", str(report)], environment=environment).output
         if not report.exists():
             return NsysCapture(command, raw, None, why_not_imported(raw, importer, said), output + said)
         raw.unlink(missing_ok=True)
@@ -206,25 +184,25 @@ def take_capture(
         return NsysCapture(command, None, None, why_no_report(output, done.returncode), output)
     database, failure, said = export_report(nsys.path, report, environment=environment)
     others |= foreign_assignments(environment)
-    return NsysCapture(command, report, database, failure, output + said, assigned_in(database or report, others))
-
-
-def _raw_capture(expected: Path, output: str) -> Path | None:
-    """Return the raw capture that nsys left if it could not make a report: beside it, or where nsys says it is."""
-    if expected.exists():
-        return expected
-    said = re.findall(r"Generating '([^']+\.qdstrm)'", output)
-    if said and Path(said[-1]).exists():
-        shutil.move(said[-1], expected)
-        return expected
-    return None
+    content = (database or report).read_bytes()
+    foreign = sorted({each.partition(b"=")[0].decode(errors="replace") for each in others if each in content})
+    return NsysCapture(command, report, database, failure, output + said, foreign)
 
 
 def export_report(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
     """Return a report's SQLite export beside it, or why there is none; and what nsys said."""
     database = report.with_suffix(".sqlite")
     database.unlink(missing_ok=True)
-    said = run_limited(export_command(nsys, report, database), environment=environment).output
+    command = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    said = run_limited(command, environment=environment).output
     if database.exists():
         return database, None, said
-    return None, why_not_exported(report, said), said
+    by_hand = f"nsys export --type=sqlite --output={database} {report}"
+    missing = missing_library(said)
+    lacking = f"it lacks {missing}: install it, or point LD_LIBRARY_PATH to a folder that has it"
+    failure = (
+        f"the report is there, {report} (open it with nsys-ui), but nsys did not export it "
+        f"({lacking if missing else _last_line(said)}). With a full Nsight Systems: `{by_hand}`, then `dpscope nsys "
+        f"--read {database}`"
+    )
+    return None, failure, said

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from dpscope.instruments.families import short_kernel_name
+from dpscope.instruments.intervals import PhaseTimeline
 from dpscope.instruments.nsys.reading import KERNEL, MEMCPY, MEMSET, Activity, Call, CapturedTimeline, Range
 from dpscope.results.payloads.trace import CapturedGpu, CapturedPhase, IdleGap, Named, NsysPayload, Total
 from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES, STEP
 
-if TYPE_CHECKING:
-    pass
-
-
 KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
 KEPT_GAPS = 10
+Launches = dict[tuple[int, int] | None, Call]  # by process and correlation id: what launched an activity
 
 
 def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
@@ -32,11 +29,16 @@ def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
     ranges = [r for r in timeline.ranges if r.name in (STEP, *PHASES) and r.thread in threads]
     steps = sum(r.name == STEP for r in ranges)
     average = StepAverage(steps or 1)
-    launches = _launches(timeline)
-    phases = _phase_of_each(timeline.activities, launches, [r for r in ranges if r.name != STEP])
+    launches: Launches = {}
+    for call in timeline.calls:
+        if call.id is not None:
+            launches.setdefault(call.id, call)  # of nested calls the outer one
+    marked = PhaseTimeline((r.name, r.start, r.end + 1) for r in ranges)  # the last nanosecond is within
+    launched = [launches[a.call].start if a.call in launches else -1 for a in timeline.activities]
+    phases = [BETWEEN_PHASES if (name := marked.at(moment)) == STEP else name for moment in launched]
     gaps = _gaps(timeline.activities, launches, phases)
     of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, MEMCPY, MEMSET)}
-    waits = [a.start - call.start for a in of_kind[KERNEL] if (call := launches.get(a.call)) is not None]
+    waits = [a.start - launches[a.call].start for a in of_kind[KERNEL] if a.call in launches]
     return {
         "gpu_name": timeline.gpu,
         "steps": steps or None,
@@ -58,7 +60,7 @@ class StepAverage:
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def ms(self, nanoseconds: int) -> float:
+    def ms(self, nanoseconds: float) -> float:
         return nanoseconds / self.steps / 1e6
 
     def total(self, events: Sequence[Activity | Call]) -> Total:
@@ -80,35 +82,7 @@ class StepAverage:
         return listed
 
 
-def _launches(timeline: CapturedTimeline) -> dict[tuple[int, int] | None, Call]:
-    """Return the call that launched an activity, by process and correlation id; of nested calls the outer one."""
-    launches: dict[tuple[int, int] | None, Call] = {}
-    for call in timeline.calls:
-        if call.id is not None:
-            launches.setdefault(call.id, call)
-    return launches
-
-
-def _phase_of_each(
-    activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], ranges: Sequence[Range]
-) -> list[str]:
-    """Return the innermost phase open when each activity was launched. Ranges come by start, outer before inner."""
-    moments = sorted((launches[a.call].start, index) for index, a in enumerate(activities) if a.call in launches)
-    phases = [BETWEEN_PHASES] * len(activities)
-    waiting, open_ranges = list(reversed(ranges)), list[Range]()
-    for moment, index in moments:
-        while waiting and waiting[-1].start <= moment:
-            open_ranges.append(waiting.pop())
-        while open_ranges and open_ranges[-1].end < moment:
-            open_ranges.pop()
-        if open_ranges:
-            phases[index] = open_ranges[-1].name
-    return phases
-
-
-def _gaps(
-    activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
-) -> list[IdleGap]:
+def _gaps(activities: Sequence[Activity], launches: Launches, phases: Sequence[str]) -> list[IdleGap]:
     """Return the stretches in which the GPU was idle, between the first and the last activity of the capture."""
     gaps: list[IdleGap] = []
     busy_until = activities[0].end
@@ -152,7 +126,10 @@ def _by_phase(
     launched: dict[str, list[Activity]] = defaultdict(list)
     for activity, phase in zip(activities, phases, strict=True):
         launched[phase].append(activity)
-    host = _own_time(ranges)
+    host: dict[str, float] = defaultdict(float)
+    marked = PhaseTimeline((r.name, r.start, r.end) for r in ranges)
+    for name, length in marked.within(ranges[0].start, max(r.end for r in ranges)):
+        host[name] += length
     host[BETWEEN_PHASES] = host.pop(STEP, 0)
     idle: dict[str, float] = defaultdict(float)
     for gap in gaps:
@@ -168,17 +145,3 @@ def _by_phase(
         for name in (*PHASES, BETWEEN_PHASES)
         if launched[name] or host.get(name)
     ]
-
-
-def _own_time(ranges: Sequence[Range]) -> dict[str, int]:
-    """Return the host's time in each range, without ranges inside it. Ranges come by start, outer before inner."""
-    own: dict[str, int] = defaultdict(int)
-    enclosing: list[Range] = []
-    for r in ranges:
-        while enclosing and enclosing[-1].end <= r.start:
-            enclosing.pop()
-        own[r.name] += r.end - r.start
-        if enclosing:
-            own[enclosing[-1].name] -= r.end - r.start
-        enclosing.append(r)
-    return dict(own)

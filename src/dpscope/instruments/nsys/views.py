@@ -107,15 +107,11 @@ def link(timeline: CapturedTimeline) -> DataFrame:
 def libraries(timeline: CapturedTimeline) -> DataFrame:
     """Return the kernels by the library they come from and by family: calls and milliseconds."""
     kernels = [a for a in timeline.activities if a.kind == KERNEL]
-    rows = (
-        {"library": library_of(a.name), "family": kernel_family(a.name), "ms": (a.end - a.start) / 1e6} for a in kernels
-    )
+    rows = []
+    for a in kernels:
+        known = (library for library, marks in KERNEL_LIBRARIES if any(mark in a.name for mark in marks))
+        rows.append({"library": next(known, "other"), "family": kernel_family(a.name), "ms": (a.end - a.start) / 1e6})
     return _by_time(rows, "library", "family")
-
-
-def library_of(kernel: str) -> str:
-    """Return the library that a kernel comes from, by its name."""
-    return next((library for library, marks in KERNEL_LIBRARIES if any(mark in kernel for mark in marks)), "other")
 
 
 def lanes(timeline: CapturedTimeline) -> DataFrame:
@@ -123,18 +119,14 @@ def lanes(timeline: CapturedTimeline) -> DataFrame:
     import pandas as pd
 
     depths = nesting([(r.start, r.end) for r in timeline.ranges])
-    ranges = [
-        (f"NVTX {d + 1}", RANGE_EVENT, r.name, r.start, r.end) for r, d in zip(timeline.ranges, depths, strict=True)
-    ]
-    calls = [
-        ("CUDA calls", WAIT_EVENT if is_waiting(c.name) else CALL_EVENT, c.name, c.start, c.end) for c in timeline.calls
-    ]
+    levels_of = zip(timeline.ranges, depths, strict=True)
+    ranges = [(f"NVTX {depth + 1}", RANGE_EVENT, r.name, r.start, r.end) for r, depth in levels_of]
+    kinds = (WAIT_EVENT if is_waiting(call.name) else CALL_EVENT for call in timeline.calls)
+    calls = [("CUDA calls", kind, c.name, c.start, c.end) for c, kind in zip(timeline.calls, kinds, strict=True)]
     work = [(f"stream {a.stream}", a.kind, a.name, a.start, a.end) for a in timeline.activities]
     streams = sorted(work, key=lambda event: int(event[0].split()[1]))
-    table = pd.DataFrame(
-        [*sorted(ranges, key=lambda event: event[0]), *calls, *streams],
-        columns=["lane", "kind", "name", "start", "end"],
-    )
+    events = [*sorted(ranges, key=lambda event: event[0]), *calls, *streams]
+    table = pd.DataFrame(events, columns=["lane", "kind", "name", "start", "end"])
     start_ms, ms = (table["start"] - beginning(timeline)) / 1e6, (table["end"] - table["start"]) / 1e6
     return table.drop(columns=["start", "end"]).assign(start_ms=start_ms, ms=ms)
 

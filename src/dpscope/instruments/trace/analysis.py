@@ -6,7 +6,7 @@ path of one. Times are in milliseconds, memory in bytes. `device` is the GPU: CP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,12 @@ class Analysis:
 
     def __getitem__(self, name: str) -> DataFrame:
         return self.tables[name]
+
+    def shown(self, show: bool) -> Analysis:
+        """Print it, if asked for."""
+        if show:
+            print(self)
+        return self
 
     def __str__(self) -> str:
         lines = [self.title, "=" * len(self.title)]
@@ -76,23 +82,23 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
 
     trace = as_trace(source)
 
+    def operators_around(event: Event) -> list[Event]:
+        return [around for around in event.ancestors() if around.category == OPERATOR]
+
     def row(event: Event, **figures: float) -> dict[str, Any]:
         return {"operator": event.name, "input_shapes": _shape(event) if by_shape else "", **figures}
 
-    rows = [
-        row(
-            event,
-            calls=1,
-            self_cpu_ms=event.self_time / 1e3,
-            cpu_ms=0.0 if _is_recursive(event) else event.duration / 1e3,
-        )
-        for event in trace.operators
-    ]
+    rows = []
+    for event in trace.operators:
+        recursive = event.name in {around.name for around in operators_around(event)}  # whose time includes it
+        cpu_ms = 0.0 if recursive else event.duration / 1e3
+        rows.append(row(event, calls=1, self_cpu_ms=event.self_time / 1e3, cpu_ms=cpu_ms))
     for work in trace.device_work:
         operator, ms = trace.operator_of(work), work.duration / 1e3
         if operator is not None:
             rows.append(row(operator, self_device_ms=ms))
-            rows += [row(around, device_ms=ms) for around in _distinct([operator, *operator.ancestors()])]
+            distinct = {each.name: each for each in (operator, *operators_around(operator))}
+            rows += [row(around, device_ms=ms) for around in distinct.values()]
     if not by_shape:
         known = {event.name for event in trace.operators}
         rows += [
@@ -116,16 +122,6 @@ def _shape(event: Event) -> str:
     return str(event.args.get("Input Dims", "not recorded"))
 
 
-def _is_recursive(event: Event) -> bool:
-    """Return whether an event lies within a call of the same operator, whose time includes it."""
-    return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
-
-
-def _distinct(events: Iterable[Event]) -> list[Event]:
-    """Return the operators among the events, each name once."""
-    return list({event.name: event for event in events if event.category == OPERATOR}.values())
-
-
 def _most(table: DataFrame, column: str, limit: int) -> DataFrame:
     return table.sort_values(column, ascending=False, kind="stable").head(limit).reset_index(drop=True)
 
@@ -133,14 +129,10 @@ def _most(table: DataFrame, column: str, limit: int) -> DataFrame:
 def basic_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
     """Return the operators by device time, CPU time and memory, if recorded."""
     table = operator_table(source)
-    order = {
-        "by device time": "device_ms",
-        "by CPU time": "cpu_ms",
-        "by CPU memory": "self_cpu_bytes",
-        "by GPU memory": "self_gpu_bytes",
-    }
+    order = {"by device time": "device_ms", "by CPU time": "cpu_ms"}
+    order |= {"by CPU memory": "self_cpu_bytes", "by GPU memory": "self_gpu_bytes"}
     tables = {name: _most(table, column, limit) for name, column in order.items() if column in table}
-    return _shown(Analysis("Operators", tables), show=show)
+    return Analysis("Operators", tables).shown(show)
 
 
 def advanced_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
@@ -148,11 +140,8 @@ def advanced_analysis(source: Source, *, limit: int = 15, show: bool = False) ->
     trace = as_trace(source)
     by_operator, by_shape = operator_table(trace), operator_table(trace, by_shape=True)
     first, own = ("device_ms", "self_device_ms") if trace.on_gpu else ("cpu_ms", "self_cpu_ms")
-    tables = {
-        "by operator": _most(by_operator, first, limit),
-        "by input shape": _most(by_shape, own, limit),
-    }
-    return _shown(Analysis("Operators and shapes", tables, _totals(trace)), show=show)
+    tables = {"by operator": _most(by_operator, first, limit), "by input shape": _most(by_shape, own, limit)}
+    return Analysis("Operators and shapes", tables, _totals(trace)).shown(show)
 
 
 def _totals(trace: Trace) -> dict[str, float]:
@@ -189,28 +178,21 @@ def memory_analysis(source: Source, *, limit: int = 15, show: bool = False) -> A
         f"highest {device} bytes": float(rows["total_bytes"].max()) for device, rows in timeline.groupby("device")
     }
     tables["over time"] = timeline[["time_ms", "device", "bytes", "total_bytes", "operator"]]
-    return _shown(Analysis("Memory", tables, totals), show=show)
+    return Analysis("Memory", tables, totals).shown(show)
 
 
 def detect_bottlenecks(source: Source, threshold_ms: float = 10.0, *, show: bool = False) -> list[Bottleneck]:
     """Return the operators that take longer than a threshold in all, on GPU or host, slowest first."""
     trace = as_trace(source)
-    shapes: dict[str, dict[str, None]] = {}
+    shapes: dict[str, list[str]] = defaultdict(list)
     for event in trace.operators:
-        if "Input Dims" in event.args:
-            shapes.setdefault(event.name, {})[_shape(event)] = None
-    table = operator_table(trace)
-    found = [
-        Bottleneck(
-            name=row["operator"],
-            cpu_ms=row["cpu_ms"],
-            device_ms=row.get("device_ms", 0.0),
-            count=int(row["calls"]),
-            input_shapes=list(shapes.get(row["operator"], {})),
-        )
-        for row in table.to_dict("records")
-        if max(row["cpu_ms"], row.get("device_ms", 0.0)) > threshold_ms
-    ]
+        if "Input Dims" in event.args and _shape(event) not in shapes[event.name]:
+            shapes[event.name].append(_shape(event))
+    found = []
+    for row in operator_table(trace).to_dict("records"):
+        name, cpu_ms, device_ms = row["operator"], row["cpu_ms"], row.get("device_ms", 0.0)
+        if max(cpu_ms, device_ms) > threshold_ms:
+            found.append(Bottleneck(name, cpu_ms, device_ms, int(row["calls"]), shapes[name]))
     found.sort(key=lambda each: (-each.device_ms, -each.cpu_ms))
     if show:
         for place, each in enumerate(found, start=1):
@@ -230,9 +212,3 @@ def generate_performance_report(source: Source, name: str = "model", *, limit: i
     if totals.get("device ms"):
         parts += ["", f"CPU time is {totals['CPU ms'] / totals['device ms']:.2f} times device time."]
     return "\n".join(parts)
-
-
-def _shown(analysis: Analysis, *, show: bool) -> Analysis:
-    if show:
-        print(analysis)
-    return analysis

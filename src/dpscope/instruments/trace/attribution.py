@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,67 +14,22 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.instruments.families import Sums, kernel_family
+from dpscope.instruments.intervals import PhaseTimeline, union
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import ANNOTATION, OPERATOR, Event, Trace
 from dpscope.results.payloads import trace as payload
 from dpscope.results.payloads.memory import Collective
-from dpscope.vocabulary.phases import BETWEEN_PHASES, COLLECTIVE, PHASES
+from dpscope.vocabulary.phases import COLLECTIVE, PHASES
 
 NO_MODULE = "(no module)"
 ENGINE = "autograd::engine::evaluate_function"
 
 
-class PhaseTimeline:
-    """The phase at every moment: the open phase that was entered last, on any thread.
-
-    Work that autograd's threads launch during `backward` belongs to that phase, because the main thread waits in it.
-    """
-
-    def __init__(self, annotations: Iterable[Event]) -> None:
-        open_: list[Event] = []
-        edges = [(e, e.start, True) for e in annotations if e.name in (*PHASES, WAIT)]
-        edges += [(event, event.end, False) for event, _, _ in edges]
-        self._starts: list[float] = []
-        self._names: list[str] = []
-        for event, moment, opens in sorted(edges, key=lambda edge: (edge[1], edge[2])):
-            if opens:
-                open_.append(event)
-            else:
-                open_.remove(event)
-            self._starts.append(moment)
-            self._names.append(max(open_, key=lambda e: e.start).name if open_ else BETWEEN_PHASES)
-
-    def at(self, moment: float) -> str:
-        place = bisect_right(self._starts, moment) - 1
-        return self._names[place] if place >= 0 else BETWEEN_PHASES
-
-    def within(self, start: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield every stretch between two moments, with its length. The lengths sum to `end - start`."""
-        moment = start
-        place = bisect_right(self._starts, start)
-        while place < len(self._starts) and self._starts[place] < end:
-            yield self.at(moment), self._starts[place] - moment
-            moment = self._starts[place]
-            place += 1
-        yield self.at(moment), end - moment
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the stretches covered by at least one interval, in order, without overlap."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def clip_to(step: Event, events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return the parts of the events that lie within a step."""
+def covered_by(events: Iterable[Event], step: Event) -> list[tuple[float, float]]:
+    """Return the stretches of a step in which at least one of the events is under way."""
     pairs = ((max(event.start, step.start), min(event.end, step.end)) for event in events)
-    return [(start, end) for start, end in pairs if end > start]
+    return union((start, end) for start, end in pairs if end > start)
 
 
 @dataclass(frozen=True)
@@ -89,6 +43,11 @@ class StepView:
     calls: list[Event]  # runtime calls that the step made, our own final synchronisation left out
     device_work: list[Event]  # what the step launched
 
+    @property
+    def main_operators(self) -> list[Event]:
+        """Operators on the thread of the step."""
+        return [event for event in self.operators if event.thread == self.step.thread]
+
     def phase_of(self, work: Event) -> str:
         """Return the phase in which the host launched the work."""
         return self.phases.at(launch_or_operator(self.trace, work).start)
@@ -101,14 +60,12 @@ def launch_or_operator(trace: Trace, work: Event) -> Event:
 
 def step_views(trace: Trace) -> list[StepView]:
     """Return one view a recorded step. Work on the GPU belongs to the step that launched it."""
-    phases = PhaseTimeline(trace.annotations)
-    steps = trace.steps
+    phases = PhaseTimeline((e.name, e.start, e.end) for e in trace.annotations if e.name in (*PHASES, WAIT))
+    calls = [c for c in trace.calls if c.nearest(lambda e: e.category == ANNOTATION and e.name == WAIT) is None]
+    launches = [(launch_or_operator(trace, work).start, work) for work in trace.device_work]
 
     def of(step: Event, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if step.start <= event.start < step.end]
-
-    def launched(step: Event, work: Event) -> bool:
-        return step.start <= launch_or_operator(trace, work).start < step.end
 
     return [
         StepView(
@@ -116,19 +73,11 @@ def step_views(trace: Trace) -> list[StepView]:
             step,
             phases,
             of(step, trace.operators),
-            [call for call in of(step, trace.calls) if not _is_ours(call)],
-            [work for work in trace.device_work if launched(step, work)],
+            of(step, calls),
+            [work for launched, work in launches if step.start <= launched < step.end],
         )
-        for step in steps
+        for step in trace.steps
     ]
-
-
-def _is_ours(call: Event) -> bool:
-    return call.nearest(lambda event: event.category == ANNOTATION and event.name == WAIT) is not None
-
-
-def main_thread_operators(view: StepView) -> list[Event]:
-    return [event for event in view.operators if event.thread == view.step.thread]
 
 
 class ModuleTable:
@@ -214,17 +163,12 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.collectives.setdefault(name, {"calls": 0, "bytes": 0, "sent_bytes": 0})
         found["calls"] += 1
         found["bytes"] += size
-        factor = _SENT.get(name)
-        found["sent_bytes"] += size if factor is None else round(size * factor(_group_size(args)))
+        if name in _SENT:
+            boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+            ranks = dist.ProcessGroup.unbox(boxed[0]).size() if boxed else dist.get_world_size()
+            size = round(size * _SENT[name](ranks))
+        found["sent_bytes"] += size
         self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
-
-
-def _group_size(args: Any) -> int:
-    """Return the size of the process group among the arguments of one of c10d's operators."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg).size()
-    return dist.get_world_size()
 
 
 GLOO = "gloo:"  # before the name of a collective, in the range around it on one of gloo's threads
@@ -243,10 +187,10 @@ def collective_time(traces: Sequence[Trace]) -> payload.CollectiveTime:
                 found.append(event)
         for event in found:
             sums.add(_kind(event.name), 1, event.duration / 1e3)
-        covered = union(clip_to(view.step, found))
+        covered = covered_by(found, view.step)
         under_way += _length(covered)
-        others = [work for work in view.device_work if kernel_family(work.name) != COLLECTIVE]
-        exposed += _length(union([*covered, *clip_to(view.step, others)])) - _length(union(clip_to(view.step, others)))
+        others = covered_by((w for w in view.device_work if kernel_family(w.name) != COLLECTIVE), view.step)
+        exposed += _length(union([*covered, *others])) - _length(others)
     time: payload.CollectiveTime = {
         "kinds": sums.rows("ms", "collective"),
         "under_way_ms": under_way / 1e3 / len(views),

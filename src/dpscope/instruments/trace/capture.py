@@ -12,7 +12,6 @@ import gzip
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,9 +140,8 @@ def record(
                 if row.flops:
                     flops[row.key] = flops.get(row.key, 0.0) + row.flops / steps
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     profiler = profile(
-        activities=activities,
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
         schedule=schedule.to_torch(),
         on_trace_ready=keep,
         record_shapes=detail.shapes or detail.flops,  # operations are worked out from shapes
@@ -152,7 +150,7 @@ def record(
         with_flops=detail.flops,
     )
     ranges = module_ranges(model) if detail.modules and model is not None else contextlib.nullcontext()
-    with listening(_phase_range), ranges, profiler:
+    with listening(record_function), ranges, profiler:
         for done in range(schedule.steps):
             step()
             if device == "cuda":
@@ -162,11 +160,6 @@ def record(
             if profiler.current_action not in RECORDING:  # telling of progress takes time too
                 progress("traced step", done + 1, schedule.steps)
     return Recording(paths, flops)
-
-
-def _phase_range(name: str) -> AbstractContextManager[object]:
-    range_: AbstractContextManager[object] = record_function(name)
-    return range_
 
 
 def export_trace(profiler: profile, path: Path) -> Path:
@@ -184,15 +177,13 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
     open_ranges: list[record_function] = []
 
     def enter(name: str) -> None:
-        open_ranges.append(record_function(MODULE + name))
         if name:  # the model itself has no range
+            open_ranges.append(record_function(MODULE + name))
             open_ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(name: str, *_: object) -> None:
-        if open_ranges:
-            range_ = open_ranges.pop()
-            if name:
-                range_.__exit__(None, None, None)
+        if name and open_ranges:
+            open_ranges.pop().__exit__(None, None, None)
 
     with module_hooks(model, before=enter, after=leave, always=True):
         yield

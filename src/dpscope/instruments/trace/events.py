@@ -135,8 +135,10 @@ def parse_events(raw: Iterable[dict[str, Any]]) -> Trace:
         found[event.category].append(event)
     for events in found.values():
         events.sort(key=lambda event: (event.start, -event.duration))
-    calls = sorted((event for kind in CALLS for event in found[kind]), key=lambda event: event.start)
-    work = sorted((event for kind in DEVICE_WORK for event in found[kind]), key=lambda event: event.start)
+    calls, work = (
+        sorted((event for kind in kinds for event in found[kind]), key=lambda event: event.start)
+        for kinds in (CALLS, DEVICE_WORK)
+    )
     nest([*found[OPERATOR], *found[ANNOTATION]], calls)
     return Trace(
         operators=found[OPERATOR],
@@ -195,14 +197,7 @@ def _memory(raw: Iterable[dict[str, Any]], origin: float, operators: list[Event]
         args, moment = each["args"], each["ts"] - origin
         holder = around.find((each.get("pid"), each.get("tid")), moment)
         operator = holder.nearest(lambda e: e.category == OPERATOR) if holder is not None else None
-        events.append(
-            {
-                "time_us": moment,
-                "bytes": args["Bytes"],
-                "total_bytes": args.get("Total Allocated", 0),
-                "device": "cpu" if args.get("Device Type", 0) == 0 else "gpu",
-                "operator": None if operator is None else operator.name,
-                "order": args.get("Ev Idx", 0),
-            }
-        )
+        change = {"bytes": args["Bytes"], "total_bytes": args.get("Total Allocated", 0)}
+        change |= {"device": "gpu" if args.get("Device Type", 0) else "cpu", "order": args.get("Ev Idx", 0)}
+        events.append({"time_us": moment, **change, "operator": None if operator is None else operator.name})
     return sorted(events, key=lambda event: (event["time_us"], event["order"]))

@@ -9,15 +9,7 @@ from itertools import accumulate
 from math import ceil
 
 from dpscope.instruments.families import Sums, kernel_family, short_kernel_name, shorten_rows
-from dpscope.instruments.trace.attribution import (
-    ModuleTable,
-    StepView,
-    clip_to,
-    collective_time,
-    main_thread_operators,
-    step_views,
-    union,
-)
+from dpscope.instruments.trace.attribution import ModuleTable, StepView, collective_time, covered_by, step_views
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, Trace, nest
 from dpscope.results.payloads import trace as payload
@@ -34,16 +26,18 @@ def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[Synchro
     """Return where the host waited for the GPU (or would have, in a CPU trace), longest first, for an average step."""
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
-        places = _SourceLines(view.trace)
-        waits = _waits(view) if on_gpu else [event for event in view.operators if _reads_a_value(event)]
+        nest(view.trace.frames)
+        frames = EnclosingEvents(view.trace.frames)
+        reads = [event for event in view.operators if event.name in READS_A_VALUE]
+        outermost = [e for e in reads if not any(around.name in READS_A_VALUE for around in e.ancestors())]
+        waits = _waits(view) if on_gpu else outermost
         for wait in waits:
-            key = (wait.name, _outermost_operator(view.trace, wait), view.phases.at(wait.start), places.of(wait))
+            frame = frames.find(wait.thread, wait.start)  # of Python, where stacks were recorded
+            own = frame.nearest(_is_user_code) if frame is not None else None
+            where = "" if own is None else own.name
+            key = (wait.name, _outermost_operator(view.trace, wait), view.phases.at(wait.start), where)
             sums.add(key, 1, wait.duration / 1e3)
     return sums.rows("ms", "call", "operator", "phase", "where")
-
-
-def _reads_a_value(event: Event) -> bool:
-    return event.name in READS_A_VALUE and not any(around.name in READS_A_VALUE for around in event.ancestors())
 
 
 def _waits(view: StepView) -> list[Event]:
@@ -68,19 +62,6 @@ def _outermost_operator(trace: Trace, event: Event) -> str:
     return named[-1].name if named else inner.name
 
 
-class _SourceLines:
-    """Lines of Python, where stacks were recorded: the innermost frame that is not torch's own."""
-
-    def __init__(self, trace: Trace) -> None:
-        nest(trace.frames)
-        self._around = EnclosingEvents(trace.frames)
-
-    def of(self, event: Event) -> str:
-        frame = self._around.find(event.thread, event.start)
-        own = frame.nearest(_is_user_code) if frame is not None else None
-        return "" if own is None else own.name
-
-
 def _is_user_code(frame: Event) -> bool:
     name = frame.name
     return ".py(" in name and not name.startswith(("torch/", "<")) and "/torch/" not in name
@@ -93,11 +74,8 @@ def copies(views: Sequence[StepView]) -> list[Copy]:
         for work in view.device_work:
             if work.category == "gpu_memcpy":
                 match = _KIND.search(work.name)
-                key = (
-                    match.group(1) if match else work.name,
-                    _outermost_operator(view.trace, work),
-                    view.phase_of(work),
-                )
+                kind = match.group(1) if match else work.name
+                key = (kind, _outermost_operator(view.trace, work), view.phase_of(work))
                 sums.add(key, 1, work.args.get("bytes", 0), work.duration / 1e3)
     return sums.rows("bytes", "kind", "operator", "phase")
 
@@ -150,7 +128,7 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
     count = len(views)
     operators = _operators(views)
     step_ms = _ms(sum(view.step.duration for view in views)) / count
-    own = sum(event.self_time for view in views for event in main_thread_operators(view))
+    own = sum(event.self_time for view in views for event in view.main_operators)
     summary: payload.TracePayload = {
         "basis": "gpu" if on_gpu else "cpu",
         "steps": count,
@@ -164,12 +142,8 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
         "casts": casts(views),
     }
     if on_gpu:
-        summary |= {
-            "gpu": _gpu(views),
-            "kernels": _kernels(views),
-            "families": _families(views),
-            "copies": copies(views),
-        }
+        kernels, families = _kernels(views)
+        summary |= {"gpu": _gpu(views), "kernels": kernels, "families": families, "copies": copies(views)}
     if (found := collective_time(traces))["kinds"]:
         summary["collectives"] = found
     if any(event.name.startswith(MODULE) for trace in traces for event in trace.annotations):
@@ -199,7 +173,7 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
     """Return the self time of every operator in every phase. A kernel without an operator has its own name."""
     sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
-        for event in main_thread_operators(view) if not view.trace.on_gpu else view.operators:
+        for event in view.operators if view.trace.on_gpu else view.main_operators:
             sums.add((event.name, view.phases.at(event.start)), 1, _ms(event.self_time), 0.0)
         for work in view.device_work:
             operator = view.trace.operator_of(work)
@@ -214,12 +188,14 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     busy = host = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
-        covered = union(clip_to(view.step, view.trace.device_work))
+        covered = covered_by(view.trace.device_work, view.step)
         busy += sum(end - start for start, end in covered)
-        asked = _launch_times(view)
-        host += (
-            max((time for time in asked.values() if time <= view.step.end), default=view.step.start) - view.step.start
-        )
+        asked = {}  # the start of each piece of work -> when the host had finished launching it
+        for work in view.trace.device_work:
+            launch = view.trace.launch_of(work)
+            asked[max(work.start, view.step.start)] = work.start if launch is None else launch.end
+        in_step = [time for time in asked.values() if time <= view.step.end]
+        host += max(in_step, default=view.step.start) - view.step.start
         moment = view.step.start
         for start, end in covered:
             # If the next work had not been asked for when the GPU ran dry, the GPU waited for the host.
@@ -244,35 +220,21 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     }
 
 
-def _launch_times(view: StepView) -> dict[float, float]:
-    """Map the start of each piece of GPU work to the time at which the host had finished launching it."""
-    times = {}
-    for work in view.trace.device_work:
-        launch = view.trace.launch_of(work)
-        times[max(work.start, view.step.start)] = work.start if launch is None else launch.end
-    return times
-
-
-def _kernels(views: Sequence[StepView]) -> list[payload.Kernel]:
-    sums = Sums("count", "ms", "occupied", steps=len(views))
+def _kernels(views: Sequence[StepView]) -> tuple[list[payload.Kernel], list[payload.Family]]:
+    """Return time and occupancy of each kernel, and time of each family, copies and fills included."""
+    sums, families = Sums("count", "ms", "occupied", steps=len(views)), Sums("count", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
+            family, ms = kernel_family(work.name, view.phase_of(work)), _ms(work.duration)
+            families.add(family, 1, ms)
             if work.category == "kernel":
-                name, occupancy = short_kernel_name(work.name), work.args.get("est. achieved occupancy %", 0)
-                key = (name, kernel_family(work.name, view.phase_of(work)))
-                sums.add(key, 1, _ms(work.duration), _ms(work.duration) * float(occupancy or 0))
+                occupancy = work.args.get("est. achieved occupancy %", 0)
+                sums.add((short_kernel_name(work.name), family), 1, ms, ms * float(occupancy or 0))
     rows = sums.rows("ms", "kernel", "family")
     for row in rows:
         row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
-    return shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
-
-
-def _families(views: Sequence[StepView]) -> list[payload.Family]:
-    sums = Sums("count", "ms", steps=len(views))
-    for view in views:
-        for work in view.device_work:
-            sums.add(kernel_family(work.name, view.phase_of(work)), 1, _ms(work.duration))
-    return sums.rows("ms", "family")
+    shown = shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
+    return shown, families.rows("ms", "family")
 
 
 def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
@@ -281,8 +243,9 @@ def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
     for view in views:
         for word in KEYWORDS:
             sums.add(word, 0, 0, 0, 0, 0)
-            outermost = {id(e) for e in view.operators if word in e.name.lower() and not _inside(e, word)}
-            calls = [event for event in view.operators if id(event) in outermost]
+            named = [event for event in view.operators if word in event.name.lower()]
+            calls = [e for e in named if not any(word in around.name.lower() for around in e.ancestors())]
+            outermost = {id(event) for event in calls}
             sums.add(word, 0, 0, len(calls), _ms(sum(event.duration for event in calls)), 0)
             for work in view.device_work:
                 if word in work.name.lower():
@@ -291,10 +254,6 @@ def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
                 if operator is not None and operator.nearest(lambda e: id(e) in outermost) is not None:  # noqa: B023
                     sums.add(word, 0, 0, 0, 0, _ms(work.duration))
     return sums.rows("operator_cpu_ms", "word")
-
-
-def _inside(event: Event, word: str) -> bool:
-    return any(word in around.name.lower() for around in event.ancestors())
 
 
 def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:

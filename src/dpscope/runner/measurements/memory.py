@@ -16,15 +16,9 @@ import torch
 
 from dpscope.batches import tensors_of
 from dpscope.errors import UserError
+from dpscope.instruments import peaks
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
-from dpscope.instruments.peaks import (
-    AFTER_WARMUP,
-    Snapshots,
-    cpu_peak,
-    cublas_workspace_bytes,
-    cuda_peak,
-    write_memory_history,
-)
+from dpscope.instruments.peaks import Snapshots
 from dpscope.instruments.timing import Progress
 from dpscope.places import Place, parse_place
 from dpscope.results.derived import NotConserved, conservation_faults
@@ -84,17 +78,17 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     with listening(snapshots.at_stage):
         step = TrainingSteps(spec)
     step.warm_up(progress)
-    snapshots.take(AFTER_WARMUP)
+    snapshots.take(peaks.AFTER_WARMUP)
     watch = _on_cuda if spec.device == "cuda" else _on_cpu if step.compilation is None else _on_cpu_compiled
     tracker = Tracker(spec.device, step.trainer.plain_model, partial(_holdings, step.trainer, step.batches))
     allocator = watch(step, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
     use = attribute(tracker.record, [*rules, *step.trainer.memory_rules])
     written = {}
     if spec.option("memory_viz"):
-        write_memory_history(step, files / MEMORY_VIZ)
+        peaks.write_memory_history(step, files / MEMORY_VIZ)
         written["allocations of a step, for pytorch.org/memory_viz"] = MEMORY_VIZ
     if spec.device == "cuda":
-        allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
+        allocator["cublas_workspace_bytes"] = peaks.cublas_workspace_bytes()
     step.require_finite()
     memory = _memory(use, allocator, compiled=step.is_opaque)
     parts = memory["peak"]["components"]
@@ -102,7 +96,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     peak = mib(memory["peak_bytes"])
     result = result_for(
         spec.to_dict(),
-        peak_memory_mb=mib(memory["peak_bytes"]),
+        peak_memory_mb=peak,
         memory=memory,
         breakdown={**named, "total_allocated_mb": peak, "peak_allocated_mb": peak},
         snapshots=snapshots.taken,
@@ -116,8 +110,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
 
 
 def _holdings(trainer: TrainerBase, batches: list[Batch]) -> list[Holding]:
-    inputs = [(INPUTS, "", tensor) for tensor in tensors_of(batches)]
-    return [*inputs, *trainer.holdings()]
+    return [*((INPUTS, "", tensor) for tensor in tensors_of(batches)), *trainer.holdings()]
 
 
 def _on_cuda(
@@ -134,16 +127,16 @@ def _on_cuda(
         snapshots.after_step(iteration)
         progress("untracked step", iteration + 1, iterations)
     torch.cuda.synchronize()
-    peaks = cuda_peak()
+    allocator = peaks.cuda_peak()
     if step.is_opaque:
         _note_before_step(step, tracker)
-        return peaks
+        return allocator
     with tracker.tracking():
         step()
         step.require_finite_losses()
     torch.cuda.synchronize()
     progress("tracked step", 1, 1)
-    return peaks
+    return allocator
 
 
 def _on_cpu(
@@ -157,19 +150,19 @@ def _on_cpu(
     progress("tracked step", 1, 1)
     step.trainer.optimizer.zero_grad(set_to_none=True)
     live = [tensor for _, _, tensor in _holdings(step.trainer, step.batches)]
-    peaks = cpu_peak(step, live)
+    seen = peaks.cpu_peak(step, live)
     progress("checked step", 1, 1)
-    return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
+    return {"allocator_peak_bytes": seen["peak_bytes"], "peak_rss_bytes": seen["peak_rss_bytes"]}
 
 
 def _on_cpu_compiled(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
     """Take one step under the profiler, which sees what compiled code allocates."""
-    peaks = step.peak()
+    seen = step.peak()
     _note_before_step(step, tracker)
     progress("profiled step", 1, 1)
-    return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
+    return {"allocator_peak_bytes": seen["peak_bytes"], "peak_rss_bytes": seen["peak_rss_bytes"]}
 
 
 def _note_before_step(step: TrainingSteps, tracker: Tracker) -> None:
@@ -187,17 +180,13 @@ def _memory(use: MemoryUse, allocator: MemoryPayload, *, compiled: bool) -> Memo
     assert peak_bytes - use.peak_bytes == sum(item["bytes"] for item in unattributed)
     components = use.peak_components | {UNATTRIBUTED: peak_bytes - use.peak_bytes}
     birth = use.peak_birth
+    phase, operator, module = (birth.phase, birth.operator, birth.module) if birth else ("", "", "")
     return {
         **allocator,
         "source": COMPILED if compiled else TRACKER,
         "peak_bytes": peak_bytes,
         "tracked_peak_bytes": use.peak_bytes,
-        "peak": {
-            "phase": birth.phase if birth else "",
-            "operator": birth.operator if birth else "",
-            "module": birth.module if birth else "",
-            "components": components,
-        },
+        "peak": {"phase": phase, "operator": operator, "module": module, "components": components},
         "modules": use.modules_at_peak(),
         "tensors": use.tensors_at_peak(),
         "unattributed": unattributed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,40 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import MeasurementFailed, UserError
-from dpscope.instruments.ncu.metrics import (
-    KERNEL_METRICS,
-    PASSES,
-    RANGE_METRICS,
-    TENSOR_OPS_OF,
-    TRAFFIC_FORMULAS,
-    make_figures,
-    make_flops,
-    resolve_metrics,
-    summarise_range,
-)
-from dpscope.instruments.ncu.reading import (
-    Action,
-    UnreadableReport,
-    add_up_metrics,
-    count_launches,
-    describe_kernels,
-    read_report,
-)
-from dpscope.instruments.ncu.running import (
-    NO_GPU_TO_COUNT,
-    NO_NCU,
-    NcuCapture,
-    find_ncu,
-    kernel_command,
-    ncu_version,
-    one_pass_metrics,
-    range_command,
-    take_report,
-)
+from dpscope.instruments.ncu import metrics, reading, running
+from dpscope.instruments.ncu.metrics import KERNEL_METRICS, TENSOR_OPS_OF, TRAFFIC_FORMULAS
+from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
+from dpscope.instruments.ncu.running import NcuCapture, find_ncu
 from dpscope.instruments.timing import Progress
-from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, NcuPayload
 from dpscope.results.schema import Result, result_for
-from dpscope.runner.ranged_step import OUTCOME, program
+from dpscope.runner.ranged_step import program, read_outcome
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.sweep import ROW_SECONDS
 from dpscope.vocabulary.statuses import OK
@@ -67,32 +40,29 @@ def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
     payload: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
     payload |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
     files: dict[str, str] = {}  # what it is -> file
+    outcome: dict[str, Any] = {}
     try:
         _count_step(spec, progress, folder, payload, files)
         if spec.option("per_kernel"):
             _count_kernels(spec, progress, folder, payload, files)
     except ProgramFailed as error:
-        status, reason = error.args
-        return _result(spec, payload, files, status=status, reason=reason)
+        outcome = dict(zip(("status", "reason"), error.args, strict=True))
     except NotCounted as why:
         if spec.option("require_measured"):
             raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
         payload |= {"source": ESTIMATE, "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
-    progress("ceilings and estimate", 0, 1)
-    payload["ceilings"] = measure_ceilings(spec.device)
-    _add_estimate(spec, payload)
-    return _result(spec, payload, files)
-
-
-def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome: Any) -> Result:
+    if not outcome:
+        progress("ceilings and estimate", 0, 1)
+        payload["ceilings"] = measure_ceilings(spec.device)
+        _add_estimate(spec, payload)
     return result_for(spec.to_dict(), ncu=payload, files=files, **outcome)
 
 
 def obstacle(device: str) -> str | None:
     """Return why ncu cannot count on a device here; None if it may work."""
     if device != "cuda":
-        return NO_GPU_TO_COUNT
-    return None if find_ncu() else NO_NCU
+        return running.NO_GPU_TO_COUNT
+    return None if find_ncu() else running.NO_NCU
 
 
 def ncu_here() -> str:
@@ -100,15 +70,15 @@ def ncu_here() -> str:
     return find_ncu() or "ncu"
 
 
-def step_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] | None = None) -> list[str]:
+def step_command(spec: RunSpec, ncu: str, report: Path, counters: Sequence[str] | None = None) -> list[str]:
     """Return the command that counts one step as a whole."""
-    return range_command(ncu, program(spec), report, metrics or step_metrics(spec))
+    return running.range_command(ncu, program(spec), report, counters or step_metrics(spec))
 
 
-def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] = KERNEL_METRICS) -> list[str]:
+def kernels_command(spec: RunSpec, ncu: str, report: Path, counters: Sequence[str] = KERNEL_METRICS) -> list[str]:
     """Return the command that counts a step's kernels one by one."""
     limited = program(spec, str(spec.option("budget")))
-    return kernel_command(ncu, limited, report, metrics, kernel=spec.option("kernel") or None)
+    return running.kernel_command(ncu, limited, report, counters, kernel=spec.option("kernel") or None)
 
 
 def printed_commands(spec: RunSpec) -> Iterator[str]:
@@ -122,8 +92,8 @@ def printed_commands(spec: RunSpec) -> Iterator[str]:
 
 
 def step_metrics(spec: RunSpec) -> list[str]:
-    return resolve_metrics(
-        [*RANGE_METRICS, TENSOR_OPS_OF[spec.dtype], *filter(None, spec.option("metrics").split(","))]
+    return metrics.resolve_metrics(
+        [*metrics.RANGE_METRICS, TENSOR_OPS_OF[spec.dtype], *filter(None, spec.option("metrics").split(","))]
     )
 
 
@@ -131,14 +101,14 @@ def _count_step(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPay
     if (why := obstacle(spec.device)) is not None:
         raise NotCounted(why)
     ncu = ncu_here()
-    payload["ncu_version"] = ncu_version(ncu)
+    payload["ncu_version"] = running.ncu_version(ncu)
     wanted, report = step_metrics(spec), folder / STEP_REPORT
-    taken = _capture(lambda metrics: step_command(spec, ncu, report, metrics), wanted, report, progress)
+    taken = _capture(lambda counters: step_command(spec, ncu, report, counters), wanted, report, progress)
     payload["command"] = taken.command
     action = _read(taken, ncu, report)[0]
     files["Nsight Compute report of the step"] = STEP_REPORT
-    values = {name: action.metrics[name] for name in (*wanted, PASSES) if name in action.metrics}
-    counted = summarise_range(values)
+    values = {name: action.metrics[name] for name in (*wanted, metrics.PASSES) if name in action.metrics}
+    counted = metrics.summarise_range(values)
     payload |= {"traffic": counted["traffic"], "flops": counted["flops"], "metrics": counted["metrics"]}
     absent = {name: "the report does not hold it" for name in wanted if name not in values}
     refused = dict.fromkeys(taken.refused, "this GPU, or this version of ncu, does not know it")
@@ -150,21 +120,21 @@ def _count_kernels(spec: RunSpec, progress: Progress, folder: Path, payload: Ncu
     ncu, report = ncu_here(), folder / KERNELS_REPORT
     progress("which counters fit in one pass", 0, 1)
     try:
-        wanted = one_pass_metrics(ncu, TENSOR_OPS_OF[spec.dtype])
+        wanted = running.one_pass_metrics(ncu, TENSOR_OPS_OF[spec.dtype])
         taken = _capture(
-            lambda metrics: kernels_command(spec, ncu, report, metrics), wanted, report, progress, may_be_cut=True
+            lambda counters: kernels_command(spec, ncu, report, counters), wanted, report, progress, may_be_cut=True
         )
         actions = _read(taken, ncu, report)
     except (NotCounted, ProgramFailed) as error:
         payload["missing"]["kernels"] = str(error.args[-1])
         return
     files["Nsight Compute report of the kernels"] = KERNELS_REPORT
-    payload["kernels"] = describe_kernels(actions, top=spec.option("top"), kernel=spec.option("kernel"))
+    payload["kernels"] = reading.describe_kernels(actions, top=spec.option("top"), kernel=spec.option("kernel"))
 
 
 def _capture(
     make_command: Callable[[Sequence[str]], list[str]],
-    metrics: Sequence[str],
+    counters: Sequence[str],
     report: Path,
     progress: Progress,
     *,
@@ -175,21 +145,17 @@ def _capture(
     outcomes: list[dict[str, str]] = []
 
     def on_line(line: str) -> None:
-        print(line, end="", flush=True)  # into the row's log
-        if line.startswith(OUTCOME):
-            outcomes.append(json.loads(line.removeprefix(OUTCOME)))
+        if outcome := read_outcome(line):
+            outcomes.append(outcome)
             progress(f"under ncu, {len(outcomes)} runs done", 0, 1)
 
     progress("under ncu", 0, 1)
-    taken = take_report(make_command, metrics, report, limit=_limit(), on_line=on_line, may_be_cut=may_be_cut)
+    # Shorter than the row's, so that the row can still estimate if ncu hangs.
+    limit = min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
+    taken = running.take_report(make_command, counters, report, limit=limit, on_line=on_line, may_be_cut=may_be_cut)
     if failed := next((outcome for outcome in outcomes if outcome["status"] != OK), None):
         raise ProgramFailed(failed["status"], f"under ncu: {failed['reason']}")
     return taken
-
-
-def _limit() -> float:
-    """Return the time limit of ncu, shorter than the row's, so that the row can still estimate if ncu hangs."""
-    return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 
 def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
@@ -202,10 +168,23 @@ def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
 
 
 def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
-    """Add bytes estimated from tensor sizes: instead of a measurement, or beside it to show the estimate's error."""
+    """Add bytes estimated from tensor sizes: instead of a measurement, or beside it to show the estimate's error.
+
+    Where kernels were counted, note how many the step launches.
+    """
+    from dpscope.instruments.estimate import estimate_traffic
+    from dpscope.runner.steps import TrainingSteps
+    from dpscope.trainers.modes import eager_calls
+
     measured = payload["source"] == MEASURED
     try:
-        estimate = _estimate(spec, payload["kernels"] if measured else {})
+        step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
+        step.warm_up()
+        if measured and payload["kernels"]:
+            payload["kernels"]["calls_total"] = reading.count_launches(step)
+        with eager_calls():
+            estimate = estimate_traffic(step, device=spec.device)
+        step.require_finite()
     except MeasurementFailed:
         raise
     except Exception as error:
@@ -218,22 +197,6 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
         payload |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
         payload["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC_FORMULAS if name not in traffic}
     payload["estimate"] = estimate
-
-
-def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
-    """Return the estimate of a step, and note in `kernels` how many kernels the step launches."""
-    from dpscope.instruments.estimate import estimate_traffic
-    from dpscope.runner.steps import TrainingSteps
-    from dpscope.trainers.modes import eager_calls
-
-    step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
-    step.warm_up()
-    if kernels:
-        kernels["calls_total"] = count_launches(step)
-    with eager_calls():
-        estimate = estimate_traffic(step, device=spec.device)
-    step.require_finite()
-    return estimate
 
 
 Figures = dict[str, Any]
@@ -249,9 +212,9 @@ def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Fi
         except UnreadableReport as error:
             broken[report] = str(error)
             continue
-        values = add_up_metrics(actions)
-        traffic, _ = make_figures(values, TRAFFIC_FORMULAS)
-        flops = {f"{unit}_flops": count for unit, count in make_flops(values).items()}
+        values = reading.add_up_metrics(actions)
+        traffic, _ = metrics.make_figures(values, TRAFFIC_FORMULAS)
+        flops = {f"{unit}_flops": count for unit, count in metrics.make_flops(values).items()}
         averages = {name: value / steps for name, value in {**traffic, **flops}.items()}
         figures[report] = averages | {"rows": len(actions)}
     return figures, broken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import fields
@@ -10,23 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.instruments.nsys.command import (
-    Nsys,
-    NsysOptions,
-    find_nsys,
-    inspect_nsys,
-    interactive_commands,
-    needed_variables,
-    profile_command,
-    shell_line,
-)
+from dpscope.instruments.nsys import command
+from dpscope.instruments.nsys.command import Nsys, NsysOptions, find_nsys, inspect_nsys, needed_variables
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.running import NO_GPU_TO_RECORD, NO_NSYS, export_report, sampling_refused, take_capture
 from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.trace import NsysPayload
 from dpscope.results.schema import Result, result_for
-from dpscope.runner.ranged_step import KEEP_GOING, OUTCOME, program
+from dpscope.runner.ranged_step import KEEP_GOING, program, read_outcome
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.statuses import FAILED, OK
 
@@ -36,9 +27,8 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
     ended: dict[str, Any] = {}
 
     def on_line(line: str) -> None:
-        print(line, end="", flush=True)  # into the row's log
-        if line.startswith(OUTCOME):
-            ended.update(json.loads(line.removeprefix(OUTCOME)))
+        if outcome := read_outcome(line):
+            ended.update(outcome)
             progress("nsys writes its report", 0, 1)
 
     progress("under nsys", 0, 1)
@@ -107,18 +97,16 @@ def find_or_assume_nsys() -> Nsys:
 
 def printed_command(spec: RunSpec, nsys: Nsys, folder: Path) -> str:
     """Return the command that records a spec's steps, with the environment it gets."""
-    command = profile_command(nsys, program(spec), folder / report_name(spec), capture_settings(spec))
-    return shell_line(command, needed_variables(os.environ))
+    line = command.profile_command(nsys, program(spec), folder / report_name(spec), capture_settings(spec))
+    return command.shell_line(line, needed_variables(os.environ))
 
 
 def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
     """Return what to type to record by hand while a spec's workload trains: launch, start, stop."""
-    return interactive_commands(
-        nsys,
-        program(spec, KEEP_GOING),
-        capture_settings(spec),
-        session=report_name(spec).replace("_", "-"),
-        environment=needed_variables(os.environ),
+    session, environment = report_name(spec).replace("_", "-"), needed_variables(os.environ)
+    training = program(spec, KEEP_GOING)
+    return command.interactive_commands(
+        nsys, training, capture_settings(spec), session=session, environment=environment
     )
 
 

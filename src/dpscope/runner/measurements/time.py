@@ -18,7 +18,7 @@ from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
 from dpscope.instruments.trace.attribution import CollectiveBytes, busy_seconds, collective_time
 from dpscope.instruments.trace.capture import record
 from dpscope.instruments.trace.events import read_trace
-from dpscope.results.payloads.memory import Collective, MemoryPayload, RanksPayload, TimingPayload, TurnsPayload
+from dpscope.results.payloads.memory import Collective, MemoryPayload, RanksPayload, TimingPayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner.ranks import run_ranks
 from dpscope.runner.spec import RunSpec
@@ -77,17 +77,11 @@ def _ranks(spec: RunSpec, ranks: Sequence[RankFigures]) -> RanksPayload:
 
 def notes_on_simulation(spec: RunSpec) -> list[Note]:
     """Return a note that the figures are those of one rank alone, if the world is simulated."""
-    if spec.simulate_world == 1:
-        return []
-    return [
-        {
-            "topic": "simulation",
-            "sentence": (
-                f"Simulated: one rank of {spec.simulate_world} ({spec.parallel}) without the others. Collectives "
-                "return at once, so neither their time nor waiting is in the figures."
-            ),
-        }
-    ]
+    sentence = (
+        f"Simulated: one rank of {spec.simulate_world} ({spec.parallel}) without the others. Collectives return at "
+        "once, so neither their time nor waiting is in the figures."
+    )
+    return [] if spec.simulate_world == 1 else [{"topic": "simulation", "sentence": sentence}]
 
 
 def notes_on_host(busy_ms: float, step_ms: float, method: str) -> list[Note]:
@@ -167,8 +161,7 @@ def time_in_turns(
         order = (standard, step) if turn % 2 else (step, standard)
         blocks = {each: time_steps(each, device=spec.device, warmup=1, steps=steps).median_ms for each in order}
         ratios.append(blocks[step] / blocks[standard])
-    found: TurnsPayload = {"ratios": ratios, "steps": steps}
-    return {"in_turns": found}
+    return {"in_turns": {"ratios": ratios, "steps": steps}}
 
 
 def _share_of_collectives(step: TrainingSteps, device: str) -> float:

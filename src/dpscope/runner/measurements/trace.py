@@ -13,7 +13,7 @@ from dpscope.instruments.timing import Progress, no_progress
 from dpscope.instruments.trace.capture import Detail, record
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
-from dpscope.results.payloads.trace import TracedRank, TracePayload
+from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner.measurements.time import notes_on_simulation
 from dpscope.runner.ranks import run_ranks
@@ -38,19 +38,17 @@ def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
     assert first is not None
     traced = [(rank, each["trace"]) for rank, each in enumerate(ranks) if each["trace"] is not None]
     if len(traced) > 1:
-        first["ranks"] = [_of_rank(rank, trace) for rank, trace in traced]
+        nothing = {"under_way_ms": 0.0}
+        first["ranks"] = [
+            {"rank": n, "step_ms": t["step_ms"], "under_way_ms": t.get("collectives", nothing)["under_way_ms"]}
+            for n, t in traced
+        ]
     return result_for(
         spec.to_dict(),
         trace=first,
         files={what: name for each in ranks for what, name in each["files"].items()},
         notes=[*notes_on_simulation(spec), *ranks[0]["notes"]],
     )
-
-
-def _of_rank(rank: int, trace: TracePayload) -> TracedRank:
-    collectives = trace.get("collectives")
-    under_way = 0.0 if collectives is None else collectives["under_way_ms"]
-    return {"rank": rank, "step_ms": trace["step_ms"], "under_way_ms": under_way}
 
 
 def measure_rank(spec: RunSpec, files: Path) -> TracedSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
@@ -43,7 +44,7 @@ def machine(monkeypatch):
     estimate.measure_ceilings = lambda device: {"how": "a fake"}
     monkeypatch.setitem(sys.modules, "dpscope.instruments.estimate", estimate)
     monkeypatch.setattr(steps, "assemble", lambda spec: (Trainer(), [None]))
-    monkeypatch.setattr(measurement, "count_launches", lambda step: 3)
+    monkeypatch.setattr(measurement.reading, "count_launches", lambda step: 3)
     monkeypatch.setattr(measure, "collect", lambda device: {"gpu": "NVIDIA H200"})
     return estimate
 
@@ -101,7 +102,7 @@ def test_the_command_can_be_repeated_by_hand(machine, fake_ncu, spec_of, reports
     assert command[0] == str(ncu.path)
     assert "--replay-mode=app-range" in command
     assert command[-4:-1] == [sys.executable, "-m", "dpscope.runner.ranged_step"]
-    assert ranged_step.RunSpec.from_dict(measurement.json.loads(command[-1])) == spec_of()
+    assert ranged_step.RunSpec.from_dict(json.loads(command[-1])) == spec_of()
 
 
 def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, fake_ncu, spec_of, reports, tmp_path):
@@ -279,7 +280,7 @@ def test_the_range_is_closed_when_the_budget_is_spent(make_spec, cuda, monkeypat
 
 
 def test_how_the_program_ended_is_one_line(make_spec, cuda, monkeypatch, capsys):
-    spec = measurement.json.dumps(make_spec().to_dict())
+    spec = json.dumps(make_spec().to_dict())
     monkeypatch.setattr(sys, "argv", ["ranged_step", spec])
     assert ranged_step.main() == 0
     assert capsys.readouterr().out == 'dpscope-outcome: {"status": "ok", "reason": null}\n'
