@@ -3,8 +3,8 @@
 python benchmarks/first_step.py [--only t5 bart] [--device cuda]
 
 Models are small versions of real ones (32 × 32 tokens, 32 images of 32²), so that Python's share of the time is larger
-than in practice. Ordinary and private steps alternate; medians. Later checks run at steps 2, 4, 8, …, 512 (schedule.py):
-those of the first 16 steps are timed. On a CPU, processor time is taken.
+than in practice. Ordinary and private steps alternate; medians. Later checks run at steps 2, 4, 8, …, 512: those of the
+first 16 steps are timed. On a CPU, processor time is taken.
 """
 
 from __future__ import annotations
