@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -256,16 +256,16 @@ class Region:
         self.eager = eager
         self._plans: dict[Any, CallPlan] = {}
 
-    @contextmanager
-    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Give the taps of the region capture leaves for one call of it with these arguments."""
-        with Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given():
-            yield
+        return Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given()
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batch = self.engine.forwards.size() or 0
         trained = tuple([parameter.requires_grad for parameter in self.engine.parameters])
-        key = (batch, self.engine.model.training, trained, sizes_of((args, kwargs)), _autocast())
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        autocast = tuple([(device, torch.get_autocast_dtype(device)) for device in devices])  # decides dtypes of layers
+        key = (batch, self.engine.model.training, trained, sizes_of((args, kwargs)), autocast)
         plan = self._plans.pop(key, None)
         if plan is None:
             run = CallShapes(self.engine, batch)
@@ -298,9 +298,3 @@ class Region:
             output = self._run_eagerly(args, kwargs)
         nodes = nodes_behind(tensors_in(output))
         return Counter(node.tap for node in nodes if isinstance(getattr(node, "tap", None), LayerTap))
-
-
-def _autocast() -> tuple[Any, ...]:
-    """Return the state that decides the dtypes of layers."""
-    devices = ("cpu", "cuda")
-    return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices)

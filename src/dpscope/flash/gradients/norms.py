@@ -191,23 +191,35 @@ class GroupedKept:
     Each has factors of its own, so kernels that take one factor for each sample would be launched once for each of
     them. Beside the products of a model they are little: here they lie beside one another in float64, (B, N).
 
-    values: (B, *shape) of each parameter
+    places: of those parameters among all, whose contributions are `parts`
     """
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
+    def __init__(self, parts: Sequence[tuple[Contribution, ...]], groups: Sequence[int]) -> None:
+        alone = {at: of_one[0].per_sample for at, of_one in enumerate(parts) if len(of_one) == 1}
+        kept = {at: each for at, each in alone.items() if each is not None and len(each)}
+        small = {at: each for at, each in kept.items() if 0 < each[0].numel() <= MOST_EACH}
+        if sum(each.numel() for each in small.values()) > MOST:
+            small = {}
+        self.places, values = dict.fromkeys(small), list(small.values())
+        self._owners = [groups[at] for at in small]
+        if not small:
+            return
         self._shapes = [each.shape[1:] for each in values]
         self._sizes = [shape.numel() for shape in self._shapes]
         self._dtypes = [torch.promote_types(each.dtype, torch.float32) for each in values]
         dtype = torch.float32 if values[0].device.type == "mps" else torch.float64  # which MPS has not
         self._values = torch.cat([each.flatten(1) for each in values], 1).to(dtype)
 
-    def squares(self) -> list[Tensor]:
-        """Return the squared norms of each, (B,)."""
-        return [part.sum(1) for part in torch.split(self._values.square(), self._sizes, 1)]
+    def add_to(self, norms: SquaredNorms) -> None:
+        """Add their squared norms."""
+        if self.places:
+            squares = torch.split(self._values.square(), self._sizes, 1)
+            for group, part in zip(self._owners, squares, strict=True):
+                norms.add_row(group, part.sum(1))
 
-    def sums(self, scales: Tensor, groups: Sequence[int]) -> list[Tensor]:
-        """Return Σ_b scales[groups[i], b] v_b of each, given `scales`: (G, B)."""
-        owners = _owners(tuple(self._sizes), tuple(groups), self._values.device)
+    def sums(self, scales: Tensor) -> list[Tensor]:
+        """Return Σ_b scales[group, b] v_b of each, given `scales`: (G, B)."""
+        owners = _owners(tuple(self._sizes), tuple(self._owners), self._values.device)
         factors = scales.to(self._values.dtype).mT.index_select(1, owners)
         total = torch.where(factors != 0, self._values * factors, 0.0).sum(0)
         if len(set(self._dtypes)) == 1:

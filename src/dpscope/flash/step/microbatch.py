@@ -5,7 +5,7 @@ Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.gradients.norms import MOST, MOST_EACH, Factors, GroupedKept, SquaredNorms, clip_factors
+from dpscope.flash.gradients.norms import Factors, GroupedKept, SquaredNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -128,8 +128,9 @@ class MicroBatch:
         norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
             norms.add(squared, some)
-        self._small = self._add_small(norms) if len(clip.bounds) > 1 else None
-        norms.add_all(self._parts, self._groups, without=() if self._small is None else self._small[0])
+        self._small = GroupedKept(self._parts if len(clip.bounds) > 1 else (), self._groups)
+        self._small.add_to(norms)
+        norms.add_all(self._parts, self._groups, without=self._small.places)
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.squared = norms.result()
         self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
@@ -147,25 +148,13 @@ class MicroBatch:
             clip.observe(found.norms, found.finite, clip.bounds if self._bounds is None else self._bounds),
         )
 
-    def _add_small(self, norms: SquaredNorms) -> tuple[Collection[int], GroupedKept] | None:
-        """Norm small per-sample gradients of all groups at once. Return their places, and them."""
-        alone = {at: parts[0].per_sample for at, parts in enumerate(self._parts) if len(parts) == 1}
-        kept = {at: values for at, values in alone.items() if values is not None and len(values)}
-        small = {at: values for at, values in kept.items() if 0 < values[0].numel() <= MOST_EACH}
-        if not small or sum(values.numel() for values in small.values()) > MOST:
-            return None
-        together = GroupedKept(list(small.values()))
-        for at, squared in zip(small, together.squares(), strict=True):
-            norms.add_row(self._groups[at], squared)
-        return dict.fromkeys(small), together  # not the values, which are released
-
     def _sum_small(self, into: RunningSum | None) -> SumBatch | None:
-        """Return the sums of those, unless they are made already."""
-        small, self._small = self._small, None
-        if small is None or not all(self._parts[at] for at in small[0]):
+        """Return the sums of small gradients of many groups, unless they are made already."""
+        small, self._small = self._small, GroupedKept((), ())
+        places = small.places
+        if not places or not all(self._parts[at] for at in places):
             return None
-        places, together = small
-        totals = together.sums(self.clipping.scale, [self._groups[at] for at in places])
+        totals = small.sums(self.clipping.scale)
         for at in places:
             self._parts[at] = ()
         return SumBatch([self.parameters[at] for at in places], totals, None).added(into)

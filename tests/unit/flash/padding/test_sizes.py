@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.flash.padding.sizes import BATCH_COST, Sizes, SizesInTurn, binomial, given_sizes, poisson_sizes
+from dpscope.flash.padding.loader import BATCH_COST, Sizes, SizesInTurn, binomial, given_sizes, poisson_sizes
 
 
 @pytest.mark.parametrize(("samples", "seed"), [(6_400, 0), (6_400, 1), (10**6, 2), (640, 3), (130, 4)])
