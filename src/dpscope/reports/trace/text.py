@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -39,14 +39,10 @@ def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
             parts += [_gpu_table(steps), "", *bounds, "", _family_table(steps), ""]
         for found in data.differences(steps):
             parts += [*_difference(found), ""]
-        parts += _lines(line for step in steps for line in (_collectives(step), _waits(step), _casts(step)))
-        parts += _lines(line for step in steps for line in (_modules(step), _memory(step), _flops(step)))
+        for sentences in (_losses, _costs):
+            told = [Text(line) for step in steps for line in sentences(step)]
+            parts += [*told, ""] if told else []
     return [*parts, Text(TRACE_NOTE, style="dim")] if parts else []
-
-
-def _lines(lines: Iterable[str]) -> list[RenderableType]:
-    told: list[RenderableType] = [Text(line) for line in lines if line]
-    return [*told, ""] if told else []
 
 
 def _ms(milliseconds: float | None) -> str:
@@ -92,15 +88,12 @@ def _gpu_table(steps: Sequence[data.TracedStep]) -> Table:
             idle = (gpu["idle_ms"], gpu["idle_waiting_for_host_ms"], gpu["idle_between_queued_ms"])
             kernels = (f"{gpu['kernels']:.0f}", f"{gpu['mean_kernel_us']:.1f} µs")
             busy = (gpu["busy_ms"], gpu.get("host_busy_ms"))
-            table.add_row(step.method, *map(format_ms, (*busy, *idle)), *kernels, _copies_to_host(step))
+            to_host = [copy for copy in step.trace.get("copies", []) if copy["kind"] == "DtoH"]
+            size = sum(copy["bytes"] for copy in to_host)
+            told = format_bytes(size) if size >= MIB / 10 else f"{size:.0f} B"
+            copies = f"{sum(copy['count'] for copy in to_host):.0f} ({told})"
+            table.add_row(step.method, *map(format_ms, (*busy, *idle)), *kernels, copies)
     return table
-
-
-def _copies_to_host(step: data.TracedStep) -> str:
-    found = [copy for copy in step.trace.get("copies", []) if copy["kind"] == "DtoH"]
-    size = sum(copy["bytes"] for copy in found)
-    told = format_bytes(size) if size >= MIB / 10 else f"{size:.0f} B"
-    return f"{sum(copy['count'] for copy in found):.0f} ({told})"
 
 
 def _family_table(steps: Sequence[data.TracedStep]) -> Table:
@@ -139,58 +132,49 @@ def _sums(changes: Sequence[OperatorChange]) -> list[str]:
     return [_ms(before), _ms(after), f"{after - before:+.2f}"]
 
 
-def _waits(step: data.TracedStep) -> str:
-    waits = step.trace["synchronisations"]
-    if not waits:
-        return f"{step.method}: no wait for the GPU within a step." if step.gpu else ""
-    verb = "the host waits for the GPU" if step.gpu else "values are handed to Python (for tensors on a GPU: a wait)"
-    more = f", and {len(waits) - 3} other places" if len(waits) > 3 else ""
-    times = sum(wait["count"] for wait in waits)
-    told = ", ".join(
-        f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{' at ' * bool(wait['where'])}{wait['where']} "
-        f"({format_ms(wait['ms'])})"
-        for wait in waits[:3]
-    )
-    return f"{step.method}: {verb} {times:.0f} times a step: {told}{more}."
-
-
-def _collectives(step: data.TracedStep) -> str:
-    """Return what a rank spends in collectives, by kind, and how ranks differ if all were traced."""
-    found = step.trace.get("collectives")
-    if found is None:
-        return ""
-    kinds = ", ".join(f"{each['count']:.0f}× {each['collective']} {format_ms(each['ms'])}" for each in found["kinds"])
-    exposed = f", {format_ms(found['exposed_ms'])} while nothing else ran" if "exposed_ms" in found else ""
-    told = f"{step.method}: collectives are under way in {_under_way(found)} of rank 0{exposed} ({kinds})."
-    others = ", ".join(f"rank {rank['rank']}: {_under_way(rank)}" for rank in step.trace.get("ranks", []))
-    return f"{told} By rank: {others}." if others else told
+def _losses(step: data.TracedStep) -> Iterator[str]:
+    """Yield what a step spends in collectives, in waits for the GPU and in casts."""
+    if found := step.trace.get("collectives"):
+        kinds = ", ".join(
+            f"{kind['count']:.0f}× {kind['collective']} {format_ms(kind['ms'])}" for kind in found["kinds"]
+        )
+        exposed = f", {format_ms(found['exposed_ms'])} while nothing else ran" if "exposed_ms" in found else ""
+        told = f"{step.method}: collectives are under way in {_under_way(found)} of rank 0{exposed} ({kinds})."
+        others = ", ".join(f"rank {rank['rank']}: {_under_way(rank)}" for rank in step.trace.get("ranks", []))
+        yield f"{told} By rank: {others}." if others else told
+    if waits := step.trace["synchronisations"]:
+        verb = (
+            "the host waits for the GPU" if step.gpu else "values are handed to Python (for tensors on a GPU: a wait)"
+        )
+        more = f", and {len(waits) - 3} other places" if len(waits) > 3 else ""
+        places = ", ".join(
+            f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{' at ' * bool(wait['where'])}{wait['where']} "
+            f"({format_ms(wait['ms'])})"
+            for wait in waits[:3]
+        )
+        yield f"{step.method}: {verb} {sum(wait['count'] for wait in waits):.0f} times a step: {places}{more}."
+    elif step.gpu:
+        yield f"{step.method}: no wait for the GPU within a step."
+    if casts := step.trace["casts"]:
+        spent = sum(cast["gpu_ms"] if step.gpu else cast["cpu_ms"] for cast in casts)
+        count = sum(cast["count"] for cast in casts)
+        yield f"{step.method}: {count:.0f} casts between number formats a step, {format_ms(spent)}."
 
 
 def _under_way(found: CollectiveTime | TracedRank) -> str:
     return f"{format_ms(found['under_way_ms'])} of {format_ms(found['step_ms'])}"
 
 
-def _casts(step: data.TracedStep) -> str:
-    casts = step.trace["casts"]
-    spent = sum(cast["gpu_ms"] if step.gpu else cast["cpu_ms"] for cast in casts)
-    count = sum(cast["count"] for cast in casts)
-    return f"{step.method}: {count:.0f} casts between number formats a step, {format_ms(spent)}." if casts else ""
-
-
-def _modules(step: data.TracedStep) -> str:
+def _costs(step: data.TracedStep) -> Iterator[str]:
+    """Yield the most expensive modules and operators, and the operations of a step, if they were asked for."""
     modules = [module for module in step.trace.get("modules", []) if not module["module"].startswith("(")]
     times = [(module["module"], module["gpu_ms"] if step.gpu else module["cpu_ms"]) for module in modules[:LISTED_ONES]]
-    told = ", ".join(f"{name} {format_ms(ms)}" for name, ms in times)
-    return f"{step.method}: most expensive modules, forward and backward: {told}." if told else ""
-
-
-def _memory(step: data.TracedStep) -> str:
+    if told := ", ".join(f"{name} {format_ms(ms)}" for name, ms in times):
+        yield f"{step.method}: most expensive modules, forward and backward: {told}."
     operators = step.trace["memory"]["operators"][:LISTED_ONES] if "memory" in step.trace else []
-    told = ", ".join(f"{each['operator']} {format_bytes(each['allocated_bytes'])}" for each in operators)
-    return f"{step.method}: operators that ask for most memory in a step: {told}." if told else ""
-
-
-def _flops(step: data.TracedStep) -> str:
-    total, time = sum(step.trace.get("flops", {}).values()), step.row.median_ms
-    rate = f", {total / time / 1e9:.3g} TFLOP/s of the unprofiled step" if time else ""
-    return f"{step.method}: {total / 1e9:.2f} GFLOP counted in a step{rate}." if total else ""
+    if told := ", ".join(f"{each['operator']} {format_bytes(each['allocated_bytes'])}" for each in operators):
+        yield f"{step.method}: operators that ask for most memory in a step: {told}."
+    if total := sum(step.trace.get("flops", {}).values()):
+        time = step.row.median_ms
+        rate = f", {total / time / 1e9:.3g} TFLOP/s of the unprofiled step" if time else ""
+        yield f"{step.method}: {total / 1e9:.2f} GFLOP counted in a step{rate}."
