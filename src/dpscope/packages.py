@@ -24,19 +24,16 @@ TABLE_PACKAGES = ("pandas",)  # CSV and LaTeX
 def install_command(*packages: str, upgrade: bool = False) -> str:
     """Return what to type, in any folder, to install packages (by import name) for the Python that runs this.
 
-    The packages are named one by one, because dpscope with its extras is on no index.
+    The packages are named one by one, because dpscope with its extras is on no index. The installer is `pip` if it is
+    this Python's own; an environment that uv made has none.
     """
     names = [DISTRIBUTIONS.get(package, package) for package in packages]
-    return shlex.join([*_installer(), *(["--upgrade"] if upgrade else []), *names])
-
-
-def _installer() -> list[str]:
-    """Return `pip` if it is this Python's own; an environment that uv made has none."""
-    if not _is_there("pip"):
-        return ["uv", "pip", "install", "--python", sys.executable]
     pip = shutil.which("pip")
     beside = pip is not None and os.path.realpath(Path(pip).parent) == os.path.realpath(Path(sys.executable).parent)
-    return ["pip", "install"] if beside else [sys.executable, "-m", "pip", "install"]
+    installer = ["pip", "install"] if beside else [sys.executable, "-m", "pip", "install"]
+    if not _is_there("pip"):
+        installer = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*installer, *(["--upgrade"] if upgrade else []), *names])
 
 
 def require(*packages: str) -> None:

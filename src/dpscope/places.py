@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,13 +94,10 @@ def shorten_path(file: str) -> str:
     if file.startswith("<"):
         return file
     path = Path(file)
-    return next((path.relative_to(base).as_posix() for base in _bases() if path.is_relative_to(base)), path.name)
-
-
-def _bases() -> Iterable[Path]:
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
     others = [PACKAGE.parent, Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-    return [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+    bases = [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+    return next((path.relative_to(base).as_posix() for base in bases if path.is_relative_to(base)), path.name)
 
 
 def _is_above_homes(folder: Path) -> bool:
