@@ -54,7 +54,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **_cost(row),
             **({"time_ratio_to_eager": row.eager_time_ratio} if captured else {}),
             **({"memory_ratio_to_eager": row.eager_memory_ratio} if captured else {}),
-            **({f"compile_{name}": (row.compilation or {}).get(name) for name in COMPILATION} if compiled else {}),
+            **({f"compile_{name}": dict(row.compilation or {}).get(name) for name in COMPILATION} if compiled else {}),
             **by_rank,
             **(_memory(row, components) if components else {}),
             **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
