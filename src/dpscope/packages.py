@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from dpscope.errors import UserError
 
@@ -40,6 +42,16 @@ def require(*packages: str) -> None:
     """Raise `UserError` that names every package that is not installed, before any work is done."""
     if missing := [package for package in packages if not _is_there(package)]:
         raise UserError(_missing(missing))
+
+
+def import_for(user: str, package: str) -> Any:
+    """Return a package of Hugging Face, imported; raise `UserError` that says who needs it if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(f"{user} needs Hugging Face's {package}: {install_command(package)}") from None
 
 
 def explain_import_error(error: ImportError) -> str | None:
