@@ -122,12 +122,13 @@ const placeLabels = (points, texts, { size, width, height, fontSize = 11, taken 
     }
     return places;
   };
-  const few = points.length <= 60, placed = (places) => places.filter(Boolean).length;
+  const few = points.length <= 24, most = few ? 13 : points.length <= 60 ? 7 : 1; // tries: among many points each takes long
+  const placed = (places) => places.filter(Boolean).length;
   let best = points.map(() => null);
   // Labels close to a crowd wall it in: where lines may cross symbols anyway, all labels stand farther off.
   for (const nearest of few && crossing ? [0, 18, 44] : [0]) {
     let order = points.map((_, index) => index);
-    for (let tries = few ? 13 : 1; tries && best.includes(null); tries -= 1) {
+    for (let tries = most; tries && best.includes(null); tries -= 1) {
       const found = once(order, nearest);
       if (placed(found) > placed(best)) best = found;
       order = [...order.filter((index) => !found[index]), ...order.filter((index) => found[index])]; // what found no place goes first
