@@ -89,8 +89,14 @@ class Comparison:
         if not found:
             reasons = "".join(f"\n  {item.path.name}: {item.reason}" for item in skipped)
             raise UserError(f"no dpscope results in {folder}{reasons}")
-        results = sorted(map(_with_its_own_name, found.values()), key=_order)
-        return cls(results, folder, list(found), skipped)
+        names = list(methods())
+
+        def order(result: Result) -> tuple[object, ...]:
+            place = names.index(result.experiment) if result.experiment in names else len(names)
+            spec = result.spec
+            return (spec["workload"]["name"], spec["dtype"], spec["batch_size"], spec.get("seq_len") or 0, place)
+
+        return cls(sorted(map(_with_its_own_name, found.values()), key=order), folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a DataFrame with a record for each method at each size; columns name their units."""
@@ -148,13 +154,6 @@ def _with_its_own_name(result: Result) -> Result:
         return replace(result, experiment=resolve_method(result.experiment).name)
     except UserError:
         return result  # a method of a package that is not installed here
-
-
-def _order(result: Result) -> tuple[object, ...]:
-    names = list(methods())
-    place = names.index(result.experiment) if result.experiment in names else len(names)
-    spec = result.spec
-    return (spec["workload"]["name"], spec["dtype"], spec["batch_size"], spec.get("seq_len") or 0, place)
 
 
 def compare(

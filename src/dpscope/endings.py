@@ -79,18 +79,14 @@ def ending_of(error: BaseException) -> Ended | None:
         return Ended(f"Interrupted{name}.", 128 + number)
     if isinstance(error, BrokenPipeError):
         return Ended("", BROKEN_PIPE)
-    reason = _reason_of(error)
-    return None if reason is None else Ended(f"Error: {reason}", WRONG_USAGE)
-
-
-def _reason_of(error: BaseException) -> str | None:
+    reason = explain_import_error(error) if isinstance(error, ImportError) else None
     if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno:
+        reason = str(error)
+    elif isinstance(error, OSError) and error.errno:
+        reason = f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
         if error.filename is None and _stdout_is_broken():
-            return f"cannot write to standard output: {error.strerror}"
-        return f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
-    return explain_import_error(error) if isinstance(error, ImportError) else None
+            reason = f"cannot write to standard output: {error.strerror}"
+    return None if reason is None else Ended(f"Error: {reason}", WRONG_USAGE)
 
 
 def _stdout_is_broken() -> bool:

@@ -41,7 +41,10 @@ class RealNumber:
     zero: bool = False
 
     def __call__(self, value: object) -> float:
-        number = _as_float(value)
+        try:
+            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:
+            number = math.nan
         if not math.isfinite(number) or number < 0 or (number == 0 and not self.zero):
             raise UserError(f"{self.what} must be {self._allowed}, not {_shown(value)}")
         if number and not self.least <= number <= self.most:
@@ -51,16 +54,6 @@ class RealNumber:
     @property
     def _allowed(self) -> str:
         return "zero or more" if self.zero else "a number above 0"
-
-
-def _as_float(value: object) -> float:
-    """Convert to a float; NaN if the value is not a number or is too large."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
 
 
 def _shown(value: object, longest: int = 40) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from dpscope.errors import UserError
 
@@ -24,25 +26,32 @@ TABLE_PACKAGES = ("pandas",)  # CSV and LaTeX
 def install_command(*packages: str, upgrade: bool = False) -> str:
     """Return what to type, in any folder, to install packages (by import name) for the Python that runs this.
 
-    The packages are named one by one, because dpscope with its extras is on no index.
+    The packages are named one by one, because dpscope with its extras is on no index. The installer is `pip` if it is
+    this Python's own; an environment that uv made has none.
     """
     names = [DISTRIBUTIONS.get(package, package) for package in packages]
-    return shlex.join([*_installer(), *(["--upgrade"] if upgrade else []), *names])
-
-
-def _installer() -> list[str]:
-    """Return `pip` if it is this Python's own; an environment that uv made has none."""
-    if not _is_there("pip"):
-        return ["uv", "pip", "install", "--python", sys.executable]
     pip = shutil.which("pip")
     beside = pip is not None and os.path.realpath(Path(pip).parent) == os.path.realpath(Path(sys.executable).parent)
-    return ["pip", "install"] if beside else [sys.executable, "-m", "pip", "install"]
+    installer = ["pip", "install"] if beside else [sys.executable, "-m", "pip", "install"]
+    if not _is_there("pip"):
+        installer = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*installer, *(["--upgrade"] if upgrade else []), *names])
 
 
 def require(*packages: str) -> None:
     """Raise `UserError` that names every package that is not installed, before any work is done."""
     if missing := [package for package in packages if not _is_there(package)]:
         raise UserError(_missing(missing))
+
+
+def import_for(user: str, package: str) -> Any:
+    """Return a package of Hugging Face, imported; raise `UserError` that says who needs it if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(f"{user} needs Hugging Face's {package}: {install_command(package)}") from None
 
 
 def explain_import_error(error: ImportError) -> str | None:

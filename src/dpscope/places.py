@@ -1,4 +1,4 @@
-"""Places: objects named as `FILE.py:function` or `package.module:function`, and paths as shared files show them.
+"""Places: objects named as `FILE.py:function` or `package.module:function`, names of packages, paths in shared files.
 
 Reports are sent around and must not reveal whose machine it was.
 """
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,21 @@ def load_at(text: str) -> Any:
     place = parse_place(text)
     assert place is not None, text
     return place.load()
+
+
+def names_at(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return a package's `__getattr__`, which loads a name when it is first used, and its `__all__`.
+
+    `homes`: modules of the package, each with its public names.
+    """
+    home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home[name]), name)
+
+    return load, sorted(home)
 
 
 def load_file(file: Path) -> ModuleType:
@@ -95,13 +110,10 @@ def shorten_path(file: str) -> str:
     if file.startswith("<"):
         return file
     path = Path(file)
-    return next((path.relative_to(base).as_posix() for base in _bases() if path.is_relative_to(base)), path.name)
-
-
-def _bases() -> Iterable[Path]:
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
     others = [PACKAGE.parent, Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-    return [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+    bases = [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+    return next((path.relative_to(base).as_posix() for base in bases if path.is_relative_to(base)), path.name)
 
 
 def _is_above_homes(folder: Path) -> bool:

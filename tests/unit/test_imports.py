@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import pkgutil
@@ -239,7 +240,18 @@ def test_the_names_of_the_package_are_there_without_torch_until_one_needs_it():
         "assert not hasattr(dpscope, 'no_such_name')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-    assert set(dpscope._HOMES) <= set(dpscope.__all__) == set(dir(dpscope))
+    assert set(dpscope.__all__) == set(dir(dpscope))
+
+
+@pytest.mark.parametrize("package", ["dpscope", "dpscope.flash", "dpscope.transformers"])
+def test_what_a_package_loads_when_it_is_used_is_what_type_checkers_see(package):
+    module = importlib.import_module(package)
+    source = ast.parse(Path(module.__file__).read_text("utf-8"))
+    typed = next(node for node in source.body if isinstance(node, ast.If))
+    homes = {name.asname: imported.module for imported in typed.body for name in imported.names}
+    assert set(homes) == set(module.__all__) - {"__version__"} == set(dir(module)) - {"__version__"}
+    loaded = {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
+    assert all(getattr(module, name) is each for name, each in loaded.items())
 
 
 def test_results_know_nothing_of_what_comes_before_and_after_them():

@@ -69,12 +69,10 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "cuda_graph", "clippi
 )
 @setting_option("accumulate")
 @setting_option("checkpoint_blocks")
-@setting_option("clipping", type=str, help=f"{'|'.join(CLIPPING_RULES)}: the clipping rule that is checked.")
-@setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
-@click.option("--cuda-graph", is_flag=True, help="Check steps that replay a CUDA graph (flash).")
-@setting_option(
-    "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead."
-)
+@setting_option("clipping", one=True, help=f"{'|'.join(CLIPPING_RULES)}: the clipping rule that is checked.")
+@setting_option("compile", one=True, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
+@setting_option("cuda_graph", one=True, help="Check steps that replay a CUDA graph (flash).")
+@setting_option("gpus", one=True, help="Hold a run on N ranks, noise included, against one process, instead.")
 @setting_option("parallel")
 @setting_option("seed", help="Of weights and data.")
 @setting_option("device")

@@ -31,7 +31,10 @@ def command(print_command: bool, launch: bool, read: Path | None, **options: Any
     The profiled process sees only the variables it needs: nsys writes its whole environment into the report.
     """
     if read is not None:
-        _show(read)
+        from dpscope.reports.trace.text import Capture, describe_captures
+        from dpscope.runner.measurements.nsys import read_nsys_capture
+
+        make_console().print(Group(*describe_captures([Capture(read.stem, read_nsys_capture(read))])))
         return
     specs = plan_instrument(options, "nsys", for_other_machine=print_command or launch)
     if print_command:
@@ -78,10 +81,3 @@ Mind:
 - Sampling of the host is off. With --cpu-sampling a kernel setting may stand in the way: `dpscope doctor` says.
 - `env -i …` keeps your environment out of the program, and so out of the report; nsys may still write down the
   variables of other processes it finds. Share a stripped export (docs/nsys.md)."""
-
-
-def _show(path: Path) -> None:
-    from dpscope.reports.trace.nsys_text import Capture, describe_captures
-    from dpscope.runner.measurements.nsys import read_nsys_capture
-
-    make_console().print(Group(*describe_captures([Capture(path.stem, read_nsys_capture(path))])))

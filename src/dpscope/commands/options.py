@@ -143,16 +143,17 @@ def workload_options(function: F) -> F:
     )
 
 
-def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
-    """Return the flag of a setting; `instead` replaces its help text for this command."""
+def setting_option(name: str, *, one: bool = False, **instead: Any) -> Callable[[F], F]:
+    """Return the flag of a setting; `one`: it takes a single value here; `instead` replaces its help text."""
     setting = SETTINGS[name]
+    several = setting.several and not one
     default = setting.default if setting.flag_default is None else setting.flag_default
     kind: dict[str, Any] = {"type": type(default), "show_default": True}
-    if isinstance(default, bool) and setting.several:
+    if isinstance(default, bool) and several:
         kind = {"type": CommaList(str), "default": "off", "is_flag": False, "flag_value": "on", "show_default": True}
     elif isinstance(default, bool):
         kind = {"is_flag": True}
-    elif setting.several:
+    elif several:
         kind |= {"type": CommaList(type(default)), "default": str(default)}
     return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
 

@@ -28,7 +28,6 @@ PLANNED_SETTINGS = (
     *("dtype", "param_dtype", "checkpoint_blocks", "compile", "accumulate", "gpus", "parallel", "link_gbps"),
     *("memory_budget", "optimizer", "seed"),
 )
-ONE = {"compile": str, "gpus": int}  # of settings that sweeps take several of
 
 
 @click.command(name="plan")
@@ -121,6 +120,4 @@ def command(
 
 
 for _name in reversed(PLANNED_SETTINGS):
-    command = setting_option(
-        _name, **({"type": ONE[_name], "default": {"compile": "none", "gpus": 1}[_name]} if _name in ONE else {})
-    )(command)
+    command = setting_option(_name, one=True)(command)

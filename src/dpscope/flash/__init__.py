@@ -5,8 +5,9 @@ Names are loaded when they are asked for; importing this package imports neither
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dpscope.places import names_at
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine as FlashEngine
@@ -35,30 +36,25 @@ if TYPE_CHECKING:
     from dpscope.flash.padding.rows import same_rows as same_rows
     from dpscope.flash.taps.taps import LayerTap as LayerTap
 
-_NAMES = {
-    "engine": ("FlashEngine",),
-    "gradients.clip_rules": ("Adaptive", "Automatic", "ClipRule", "Normalised", "PerGroup", "PerLayer", "Psac"),
-    "gradients.explanation": ("PathTable",),
-    "gradients.paths": ("Decision", "Product", "choose_path"),
-    "graphed.step": ("make_graphed_step",),
-    "layers": ("register_layer",),
-    "opacus.opacus_arguments": ("UnsupportedModelError",),
-    "opacus.privacy_engine": ("PrivacyEngine",),
-    "opacus.private_optimizer": ("DPFlashOptimizer",),
-    "opacus.scaler": ("GradScaler",),
-    "opacus.training_state": ("TrainingState",),
-    "oracle": ("OracleResult", "run_oracle"),
-    "padding.rows": ("pad_batch", "real_rows", "same_rows"),
-    "taps.taps": ("LayerTap",),
-}
-_HOME = {name: home for home, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __all__ = names_at(
+    __name__,
+    {
+        "engine": "FlashEngine",
+        "gradients.clip_rules": "Adaptive Automatic ClipRule Normalised PerGroup PerLayer Psac",
+        "gradients.explanation": "PathTable",
+        "gradients.paths": "Decision Product choose_path",
+        "graphed.step": "make_graphed_step",
+        "layers": "register_layer",
+        "opacus.opacus_arguments": "UnsupportedModelError",
+        "opacus.privacy_engine": "PrivacyEngine",
+        "opacus.private_optimizer": "DPFlashOptimizer",
+        "opacus.scaler": "GradScaler",
+        "opacus.training_state": "TrainingState",
+        "oracle": "OracleResult run_oracle",
+        "padding.rows": "pad_batch real_rows same_rows",
+        "taps.taps": "LayerTap",
+    },
+)
 
 
 def __dir__() -> list[str]:

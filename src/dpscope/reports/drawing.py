@@ -337,7 +337,11 @@ def _best_place(
         left, bottom, right, top = box = found[-1]
         apart = (left - scale, bottom - scale, right + scale, top + scale)
         covered = sum(_shared(apart, other) for other in (*obstacles, *written))
-        return round(width * height - _shared(box, frame) + covered, 3) + _crossed(pixel, box, written)
+        # Each label that a line from the marker to the box crosses costs one square pixel.
+        (x, y), (to_x, to_y) = pixel, _nearest(pixel, box)
+        line = [(x + t / 20 * (to_x - x), y + t / 20 * (to_y - y)) for t in range(21)]
+        crossed = sum(any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for x, y in line) for b in written)
+        return round(width * height - _shared(box, frame) + covered, 3) + crossed
 
     return min((place(radius, angle) for radius in RADII for angle in ANGLES), key=cost)
 
@@ -347,13 +351,6 @@ def _shared(one: Box, other: Box) -> float:
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(width, 0.0) * max(height, 0.0)
-
-
-def _crossed(pixel: Pixel, box: Box, written: Sequence[Box]) -> int:
-    """Return the cost of labels that a line from the marker to a box crosses; each costs one square pixel."""
-    end = _nearest(pixel, box)
-    line = [(pixel[0] + t / 20 * (end[0] - pixel[0]), pixel[1] + t / 20 * (end[1] - pixel[1])) for t in range(21)]
-    return sum(any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for x, y in line) for b in written)
 
 
 def _nearest(pixel: Pixel, box: Box) -> Pixel:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 IDENTITY = ("model", "method", "batch_size", "seq_len", "dtype")  # the rest of a spec only where it varies
 NOT_SETTINGS = (*IDENTITY, "workload", "instrument", "options", "name", "kind")
 SOFTWARE = ("torch", "opacus", "dpscope")
+COMPILATION = ("seconds", "graphs", "graph_breaks", "recompiles")
 
 
 def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -46,12 +47,14 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     settings = [name for name in names if name not in NOT_SETTINGS and len({repr(row.field(name)) for row in rows}) > 1]
     compositions = [composition for row in rows if (composition := composition_of(row))]
     components = in_order([*(KEYS if compositions else ()), *(key for each in compositions for key in each.components)])
+    captured, compiled = any(not row.is_eager for row in rows), any(row.field("compile") != EAGER for row in rows)
     return [
         {
             **row.fields(*IDENTITY, *settings),
             **_cost(row),
-            **(_to_eager(row) if any(not each.is_eager for each in rows) else {}),
-            **(_compilation(row) if any(each.field("compile") != EAGER for each in rows) else {}),
+            **({"time_ratio_to_eager": row.eager_time_ratio} if captured else {}),
+            **({"memory_ratio_to_eager": row.eager_memory_ratio} if captured else {}),
+            **({f"compile_{name}": dict(row.compilation or {}).get(name) for name in COMPILATION} if compiled else {}),
             **by_rank,
             **(_memory(row, components) if components else {}),
             **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
@@ -97,18 +100,6 @@ def _cost(row: Row) -> dict[str, Any]:
     }
 
 
-def _to_eager(row: Row) -> dict[str, Any]:
-    return {"time_ratio_to_eager": row.eager_time_ratio, "memory_ratio_to_eager": row.eager_memory_ratio}
-
-
-def _compilation(row: Row) -> dict[str, Any]:
-    found: Mapping[str, Any] = row.compilation or {}
-    return {
-        "compile_seconds": found.get("seconds"),
-        **{f"compile_{name}": found.get(name) for name in ("graphs", "graph_breaks", "recompiles")},
-    }
-
-
 def _memory(row: Row, components: Sequence[str]) -> dict[str, Any]:
     found = composition_of(row)
     known = found or Composition({})
@@ -136,18 +127,16 @@ CSV = (
 )
 
 
-def _traffics(rows: Sequence[Row]) -> list[Traffic]:
-    return [traffic for group in by_size(rows) for traffic in group]
-
-
-def _identity(rows: Sequence[Row], traffic: Traffic) -> dict[str, Any]:
-    return {**traffic.row.fields(*line_identity(rows), "optimizer"), "source": traffic.source}
+def _traffics(rows: Sequence[Row]) -> list[tuple[dict[str, Any], Traffic]]:
+    """Return the traffic of rows, each with what its lines begin with."""
+    names, found = (*line_identity(rows), "optimizer"), [traffic for group in by_size(rows) for traffic in group]
+    return [({**traffic.row.fields(*names), "source": traffic.source}, traffic) for traffic in found]
 
 
 def _figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
-            **_identity(rows, t),
+            **identity,
             "gpu": t.row.first.environment.get("gpu"),
             **{name: t.figure(name) for name in BYTES},
             "dram_bytes": t.dram_bytes,
@@ -172,16 +161,16 @@ def _figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "ncu_version": t.data.get("ncu_version"),
             "reason": t.data.get("reason"),
         }
-        for t in _traffics(rows)
+        for identity, t in _traffics(rows)
     ]
 
 
 def _kernels(rows: Sequence[Row]) -> list[dict[str, Any]]:
     names = ("family", "phase", *KERNEL_FIGURES)
     return [
-        {**_identity(rows, t), "kernels_source": t.kernels.source, "kernel": kernel["name"]}
+        {**identity, "kernels_source": t.kernels.source, "kernel": kernel["name"]}
         | {name: kernel.get(name) for name in names}
-        for t in _traffics(rows)
+        for identity, t in _traffics(rows)
         if t.kernels
         for kernel in t.kernels.rows
     ]

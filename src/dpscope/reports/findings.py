@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.reports.memory.text import composition_of
@@ -78,9 +77,10 @@ def _largest_component(row: Row, standard: Row | None) -> str:
     return f"{format_bytes(size)} more of {component_named(key).label} at the peak" if size > 0 else ""
 
 
-def findings_document(report: Report) -> dict[str, Any]:
-    """Return the findings as a JSON document; docs/schemas/findings.json describes it."""
-    return {**FINDINGS_DOCUMENT, "findings": [asdict(finding) for finding in list_findings(report)]}
+def _as_document(report: Report) -> str:
+    """Return the findings as JSON; docs/schemas/findings.json describes it."""
+    document = {**FINDINGS_DOCUMENT, "findings": [asdict(finding) for finding in list_findings(report)]}
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def to_markdown(findings: Sequence[CostFinding]) -> str:
@@ -95,8 +95,7 @@ def to_markdown(findings: Sequence[CostFinding]) -> str:
 
 FINDINGS: tuple[Output[Report], ...] = (
     text_output(
-        *("findings.json", "what costs most, why, what to do, how sure"),
-        lambda report: json.dumps(findings_document(report), indent=2, ensure_ascii=False) + "\n",
+        *("findings.json", "what costs most, why, what to do, how sure", _as_document),
         mark=str(FINDINGS_DOCUMENT["document"]),
     ),
     text_output(

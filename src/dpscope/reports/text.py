@@ -92,27 +92,21 @@ def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Return ranks, collectives and scaling of every row over several processes."""
     views = [RankView(row, ranks) for row in rows if (ranks := ranks_of(row))]
     parts: list[RenderableType] = []
-    for heading, columns in ((OVER_RANKS, _measured_columns), (SIMULATED_RANK, _simulated_columns)):
+    for heading in (OVER_RANKS, SIMULATED_RANK):
         if found := [view for view in views if view.ranks.simulated is (heading == SIMULATED_RANK)]:
             identity: list[Column[RankView]] = identity_columns([view.row for view in found], lambda view: view.row)
-            table = table_of(found, [*identity, *columns(found)], left={"method"})
+            table = table_of(found, [*identity, *_rank_columns(found)], left={"method"})
             dim = [Text(note, style="dim") for note in _notes(found)]
             parts += [*([""] if parts else []), Text(heading, style="bold"), "", table, "", *dim]
     return parts
 
 
-def _measured_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
-    scaling: Column[RankView] = ("scaling", lambda view: scaling_shown(view.row))
-    return [
-        ("slowest", lambda view: f"rank {view.ranks.slowest}"),
-        ("peak (rank)", _peaks),
-        *_collective_columns(views),
-        ("share", lambda view: MISSING if view.ranks.share is None else f"{view.ranks.share:.0%}"),
-        *([scaling] if any(view.row.scaling for view in views) else []),
-    ]
+def _rank_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
+    """Return the columns of measured ranks, or of simulated ones: collectives stand between the others."""
 
+    def collective(name: str) -> Column[RankView]:
+        return name, lambda view: format_bytes(view.ranks.bytes.get(name))
 
-def _simulated_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
     def sending(view: RankView) -> str:
         link = view.ranks.link
         return MISSING if link is None else f"{APPROXIMATELY}{format_ms(link['send_ms'])} at {link['gbps']:g} Gbit/s"
@@ -121,22 +115,22 @@ def _simulated_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
         found = view.ranks.with_sending(view.row.median_ms)
         return MISSING if found is None else APPROXIMATELY + _range(*map(format_ms, found))
 
-    ranks: Column[RankView] = ("ranks", lambda view: str(view.ranks.world_size))
-    return [ranks, *_collective_columns(views), ("sending", sending), ("step with it", step)]
-
-
-def _collective_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
-    def column(name: str) -> Column[RankView]:
-        return name, lambda view: format_bytes(view.ranks.bytes.get(name))
+    def peaks(view: RankView) -> str:
+        """Return `12.4 MiB`, or `12.4–15.8 MiB (0)` if ranks differ."""
+        least, most = (format_bytes(choose(view.ranks.peaks)) for choose in (min, max))
+        return most if least == most else f"{_range(least, most)} ({view.ranks.largest})"
 
     called = dict.fromkeys(name for view in views for name in view.ranks.bytes)
-    return [column(name) for name in dict.fromkeys([*COLLECTIVES, *called]) if name in called]
-
-
-def _peaks(view: RankView) -> str:
-    """Return `12.4 MiB`, or `12.4–15.8 MiB (0)` if ranks differ."""
-    least, most = (format_bytes(choose(view.ranks.peaks)) for choose in (min, max))
-    return most if least == most else f"{_range(least, most)} ({view.ranks.largest})"
+    collectives = [collective(name) for name in dict.fromkeys([*COLLECTIVES, *called]) if name in called]
+    if views[0].ranks.simulated:
+        ranks: Column[RankView] = ("ranks", lambda view: str(view.ranks.world_size))
+        return [ranks, *collectives, ("sending", sending), ("step with it", step)]
+    scaling: Column[RankView] = ("scaling", lambda view: scaling_shown(view.row))
+    return [
+        *(("slowest", lambda view: f"rank {view.ranks.slowest}"), ("peak (rank)", peaks), *collectives),
+        ("share", lambda view: MISSING if view.ranks.share is None else f"{view.ranks.share:.0%}"),
+        *([scaling] if any(view.row.scaling for view in views) else []),
+    ]
 
 
 def _range(low: str, high: str) -> str:
@@ -254,7 +248,11 @@ def _troubles(report: Report) -> list[str]:
     failed = [(row, size.label) for size in report.sizes for row in size.rows if not row.result.ok]
     alike = grouped(failed, lambda each: (each[0].result.status, each[0].result.reason))
     lines = [f"{status}: {_which(found)}: {reason}" for (status, reason), found in alike.items()]
-    return ["", *lines, *_own_tracebacks(report.rows)] if lines else []
+    # Where the user's own code failed, each place once.
+    own = (row.result for row in report.rows if row.result.spec["workload"].get("kind") == "custom")
+    shown = dict.fromkeys(result.details for result in own if status_named(result.status).shows_traceback)
+    tracebacks = [line for details in shown if details for line in ("", details.rstrip())]
+    return ["", *lines, *tracebacks] if lines else []
 
 
 def _which(failed: Sequence[tuple[Row, str]]) -> str:
@@ -262,14 +260,6 @@ def _which(failed: Sequence[tuple[Row, str]]) -> str:
     by_method = grouped(failed, lambda each: each[0].method)
     sizes = {method: "; ".join(size for _, size in own) for method, own in by_method.items()}
     return ", ".join(f"{', '.join(names)} at {where}" for where, names in grouped(sizes, sizes.__getitem__).items())
-
-
-def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
-    """Return where the user's own code failed, each place once."""
-    results = (row.result for row in rows if row.result.spec["workload"].get("kind") == "custom")
-    shown = (result.details for result in results if status_named(result.status).shows_traceback)
-    found = dict.fromkeys(filter(None, shown))
-    return [line for details in found for line in ("", details.rstrip())]
 
 
 def verdict(report: Report) -> list[str]:

@@ -199,7 +199,11 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     drawn = compared if relative else whole
     if len(drawn) < 2:
         return None
-    looks, left_out = looks_of(rows), [(row, _why_not_drawn(row)) for row in rows if row not in drawn]
+    looks, left_out = looks_of(rows), []
+    for row in rows:
+        if row not in drawn:
+            why = "no time" if not row.median_ms else "no peak" if not row.peak_bytes else "no standard at this size"
+            left_out.append((row, why if row.result.ok else row.result.status))
     others = grouped((row for row in drawn if not (relative and row.method == STANDARD)), METHOD)
     lines = [
         {
@@ -251,12 +255,6 @@ def _tradeoff_in_words(drawn: Sequence[Row], *, relative: bool) -> str:
     return f"{where}{', against standard' if relative else ''}: {'; '.join(told)}."
 
 
-def _why_not_drawn(row: Row) -> str:
-    if not row.result.ok:
-        return row.result.status
-    return "no time" if not row.median_ms else "no peak" if not row.peak_bytes else "no standard at this size"
-
-
 LONGEST_LABEL = 28  # characters
 MANY_METHODS = 6  # more are named in a legend
 CLOSEST = 0.3  # of the largest value: the least that an axis spans
@@ -281,8 +279,11 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     for line in (axes[1].axvline, axes[1].axhline) if ratios else ():
         line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid="standard")
     _scatter(axes[1], ratios, "time (× standard)", "peak memory (× standard)")
-    if many:
-        _legend(figure, ratios or points)
+    if many:  # than can be named beside their markers
+        from matplotlib.lines import Line2D
+
+        handles = [Line2D([], [], linestyle="", label=point.label, **point.look) for point in ratios or points]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     drawing.settle(figure)
     for ax, named in zip(axes, (points, ratios), strict=True) if not many else ():
         name_points(ax, named, [box_of(line, pad=1) for line in ax.get_lines() if line.get_gid() == "standard"])
@@ -320,14 +321,6 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     middle, span = (low + high) / 2, max(high - low, CLOSEST * high)
     return max(middle - 0.7 * span, 0.0), middle + 0.7 * span
-
-
-def _legend(figure: Figure, points: Sequence[Point]) -> None:
-    """Draw a legend, for more methods than can be named beside their markers."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linestyle="", label=point.label, **point.look) for point in points]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
 
 
 TRADEOFF_FIGURE = figure_output("performance_tradeoff", "time against memory of each method", draw_tradeoff)

@@ -20,7 +20,6 @@ from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from dpscope.errors import UserError
 from dpscope.places import path_from
-from dpscope.results.payloads import PAYLOADS
 from dpscope.results.payloads.memory import MemoryPayload, RanksPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.payloads.trace import NsysPayload, TracePayload
@@ -50,7 +49,7 @@ def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
     elif is_object and isinstance(value, dict):
         for name, (kind, required) in _fields(expected).items():
             if name in value:
-                yield from _mismatches(value[name], kind, _below(where, name))
+                yield from _mismatches(value[name], kind, f"{where}.{name}".removeprefix("."))
             elif required:
                 yield f"{where or 'the object'} has no {name!r}"
     elif origin is list and isinstance(value, list):
@@ -62,9 +61,10 @@ def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
         yield from _in_each(value, arguments, where)
     elif origin is dict and isinstance(value, dict):
         for name, item in value.items():
-            yield from _mismatches(item, arguments[1], _below(where, name))
+            yield from _mismatches(item, arguments[1], f"{where}.{name}".removeprefix("."))
     elif not _is_plain(value, expected):
-        yield f"{where or 'it'}: {_describe(expected)} expected, not {_show(value)}"
+        shown = _WORDS[type(value)] if value is None or isinstance(value, list | dict) else repr(value)[:40]
+        yield f"{where or 'it'}: {_describe(expected)} expected, not {shown}"
 
 
 @cache
@@ -100,10 +100,6 @@ def _is_plain(value: object, expected: Any) -> bool:
     return expected is Any or (expected in (str, bool) and isinstance(value, expected))
 
 
-def _below(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
 def _describe(expected: Any) -> str:
     origin, arguments, is_object = _take_apart(expected)
     if origin is Literal:
@@ -113,15 +109,12 @@ def _describe(expected: Any) -> str:
     return _WORDS[dict if is_object else origin or expected]
 
 
-def _show(value: object) -> str:
-    return _WORDS[type(value)] if value is None or isinstance(value, list | dict) else repr(value)[:40]
-
-
 SCHEMA_VERSION = 1
 _IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
 
 # What each instrument fills in beside the figures that all results have.
 INSTRUMENT_PARTS = ("timeline", "trace", "ncu", "nsys")
+PAYLOADS = ("timing", "memory", "breakdown", "snapshots", *INSTRUMENT_PARTS, "ranks")  # as declared, if a row is ok
 
 # What every report reads of a spec.
 SPEC_KEYS = {
@@ -198,6 +191,9 @@ class Result:
         return json.dumps({**document, **parts}, indent=2) + "\n"
 
 
+_SHAPES = get_type_hints(Result)
+
+
 def result_for(spec: dict[str, Any], **values: Any) -> Result:
     """Return a result of a spec (as a dict), with the keys that older consumers read filled in from it."""
     workload = {name: value for name, value in spec["workload"].items() if name not in ("kind", "name")}
@@ -247,8 +243,8 @@ def parse_result(text: str) -> Result:
         raise UnreadableResult(f"a damaged dpscope result ({', '.join(damaged)})")
     if missing := sorted({"config", "spec", "status"} - set(data)):
         raise UnreadableResult(f"a damaged dpscope result (no {', '.join(missing)})")
-    for part, shape in PAYLOADS.items() if data["status"] == OK else ():
-        if data.get(part) and (mismatch := find_mismatch(data[part], shape, part)):
+    for part in PAYLOADS if data["status"] == OK else ():
+        if data.get(part) and (mismatch := find_mismatch(data[part], _SHAPES[part], part)):
             raise UnreadableResult(f"a damaged dpscope result ({mismatch})")
     known = {f.name for f in fields(Result)} - {"parts"}
     parts = {name: data[name] for name in INSTRUMENTS if name in data and name not in known}
@@ -273,13 +269,13 @@ def _is_text(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return _is_plain(value, int) and value >= 0  # type: ignore[operator]
 
 
 _OF_TYPE: dict[type, Callable[[Any], bool]] = {
     str: _is_text,
     int: _is_count,
-    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300,
+    float: lambda value: _is_plain(value, float) and value >= 0,
     bool: lambda value: isinstance(value, bool),
 }
 # What the values of a spec are, in every file that has them.

@@ -5,40 +5,33 @@ Names are loaded when they are asked for; importing this package imports neither
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from dpscope.packages import require
+from dpscope.places import names_at
 
 if TYPE_CHECKING:
-    from dpscope.transformers.arguments import PrivacyArguments, PrivateTrainingArguments
-    from dpscope.transformers.sft import PrivateSFTConfig, PrivateSFTTrainer
-    from dpscope.transformers.trainer import PrivateTrainer, PrivateTrainerMixin
+    from dpscope.transformers.arguments import PrivacyArguments as PrivacyArguments
+    from dpscope.transformers.arguments import PrivateTrainingArguments as PrivateTrainingArguments
+    from dpscope.transformers.sft import PrivateSFTConfig as PrivateSFTConfig
+    from dpscope.transformers.sft import PrivateSFTTrainer as PrivateSFTTrainer
+    from dpscope.transformers.trainer import PrivateTrainer as PrivateTrainer
+    from dpscope.transformers.trainer import PrivateTrainerMixin as PrivateTrainerMixin
 
-_HOME = {
-    "PrivacyArguments": "arguments",
-    "PrivateSFTConfig": "sft",
-    "PrivateSFTTrainer": "sft",
-    "PrivateTrainer": "trainer",
-    "PrivateTrainerMixin": "trainer",
-    "PrivateTrainingArguments": "arguments",
-}
-
-__all__ = [
-    "PrivacyArguments",
-    "PrivateSFTConfig",
-    "PrivateSFTTrainer",
-    "PrivateTrainer",
-    "PrivateTrainerMixin",
-    "PrivateTrainingArguments",
-]
+_load, __all__ = names_at(
+    __name__,
+    {
+        "arguments": "PrivacyArguments PrivateTrainingArguments",
+        "sft": "PrivateSFTConfig PrivateSFTTrainer",
+        "trainer": "PrivateTrainer PrivateTrainerMixin",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require("transformers", "accelerate", *(("trl", "datasets") if _HOME[name] == "sft" else ()))
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in __all__:
+        require("transformers", "accelerate", *(("trl", "datasets") if "SFT" in name else ()))
+    return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -53,16 +53,12 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
     if not isinstance(logits, Tensor):
         _refuse(inner, "it gives no logits, or several")
     if logits.dim() == 3 and labels.dim() == 2 and not labels.is_floating_point():
-        return _token_losses(logits, labels, shifts=_shifts(inner), smoothing=smoothing)
+        encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        shifts = type(inner).__name__.endswith(_SHIFTING) and not encodes  # a position's logits predict the next token
+        return _token_losses(logits, labels, shifts=shifts, smoothing=smoothing)
     if logits.dim() != 2:
         _refuse(inner, f"its logits are of shape {tuple(logits.shape)} and its labels of {tuple(labels.shape)}")
     return _class_losses(inner, logits, labels, smoothing)
-
-
-def _shifts(model: nn.Module) -> bool:
-    """Return whether the logits of a position predict the next token."""
-    config = getattr(model, "config", None)
-    return type(model).__name__.endswith(_SHIFTING) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _token_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float) -> Tensor:
@@ -183,9 +179,7 @@ class FirstStep:
 
     def end(self, samples: int) -> bool:
         """Raise or warn if something is wrong after the update. Return whether there was an update to check."""
-        if self._before is None:
-            return False
-        if samples == 0:  # an empty draw: a step of noise alone
+        if self._before is None or samples == 0:  # an empty draw is a step of noise alone
             return False
         after = self._look()
         moved = {name for name, elements in self._before.items() if not torch.equal(elements, after[name])}
@@ -209,11 +203,11 @@ class FirstStep:
             )
         return True
 
+    @torch.no_grad()
     def _look(self) -> dict[str, Tensor]:
-        return {name: _some_elements(each) for name, each in self.parameters.items() if each.numel()}
-
-
-@torch.no_grad()
-def _some_elements(parameter: nn.Parameter) -> Tensor:
-    local = getattr(parameter, "_local_tensor", parameter).detach().reshape(-1)
-    return local[:: max(1, local.numel() // WATCHED)][:WATCHED].clone()
+        local = {
+            name: getattr(each, "_local_tensor", each).detach().reshape(-1)
+            for name, each in self.parameters.items()
+            if each.numel()
+        }
+        return {name: own[:: max(1, own.numel() // WATCHED)][:WATCHED].clone() for name, own in local.items()}

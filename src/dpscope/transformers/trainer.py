@@ -22,16 +22,8 @@ from dpscope.errors import UserError
 from dpscope.flash.opacus.privacy_engine import PrivacyEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
+from dpscope.transformers import draws
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
-from dpscope.transformers.draws import (
-    NOISE_FILE,
-    DrawLoader,
-    PrivacyRecord,
-    StepDraw,
-    collate_rows,
-    loader_of_draws,
-    new_seed,
-)
 from dpscope.transformers.steps import (
     FirstStep,
     PrivacyCallback,
@@ -70,7 +62,7 @@ class PrivateTrainerMixin(_Host):
     """
 
     _optimizer: DPFlashOptimizer | None = None
-    _loader: DrawLoader | None = None
+    _loader: draws.DrawLoader | None = None
     _filters_losses = True
     _operations_each: float | None = None  # for each element of a batch
 
@@ -103,7 +95,7 @@ class PrivateTrainerMixin(_Host):
         self.logical_batch_size = self.privacy.logical_batch_size or (
             self.physical_batch_size * accumulated * self.args.world_size
         )
-        self._resumed: PrivacyRecord | None = None
+        self._resumed: draws.PrivacyRecord | None = None
         self._first_step: FirstStep | None = None
         self._losses: list[Tensor] = []  # of the draw's samples
         self._norms: list[Tensor] = []  # of samples since the last log
@@ -165,7 +157,7 @@ class PrivateTrainerMixin(_Host):
         return DataLoader(
             dataset,
             batch_size=self.logical_batch_size,
-            collate_fn=partial(collate_rows, collate),
+            collate_fn=partial(draws.collate_rows, collate),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
@@ -189,7 +181,9 @@ class PrivateTrainerMixin(_Host):
     # -- becoming private --------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        self._resumed = None if resume_from_checkpoint is None else PrivacyRecord.load(Path(resume_from_checkpoint))
+        self._resumed = (
+            None if resume_from_checkpoint is None else draws.PrivacyRecord.load(Path(resume_from_checkpoint))
+        )
         self._ordinary_loader = train_dataloader
         with noting_models(self.accelerator) as self._prepared_models:
             model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -208,7 +202,7 @@ class PrivateTrainerMixin(_Host):
         assert self._loader is not None
         sampler: Any = self._loader.batch_sampler
         resumed = self._resumed
-        sampler.seed = new_seed(self.args.data_seed, self._trainings) if resumed is None else resumed.draw_seed
+        sampler.seed = draws.new_seed(self.args.data_seed, self._trainings) if resumed is None else resumed.draw_seed
         self._trainings += 1
         return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)
 
@@ -236,7 +230,7 @@ class PrivateTrainerMixin(_Host):
         accelerated.__class__ = PrivateAcceleratedOptimizer
         self._private_model = self.model
         self._first_step = FirstStep(private)
-        self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
+        self._loader = draws.loader_of_draws(private_loader, size=self.physical_batch_size)
 
     def _pads(self) -> bool:
         asked = self.privacy.pad_batches
@@ -259,30 +253,12 @@ class PrivateTrainerMixin(_Host):
         """Run a whole draw, physical batch by physical batch; the Trainer then takes the step."""
         optimizer = self._optimizer
         assert optimizer is not None
-        if not isinstance(inputs, StepDraw):
+        if not isinstance(inputs, draws.StepDraw):
             raise UserError(
                 "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
                 "train_dataset, and leave out loaders of your own"
             )
-        self._begin_draw(model, optimizer)
-        for number, batch in enumerate(inputs, 1):
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, self._prepare_inputs(batch))
-            self.accelerator.backward(loss)
-            if self._first_step is not None:
-                self._first_step.see_backward()
-            if number < len(inputs):
-                self._add_up(optimizer)
-        if self._losses:
-            losses = torch.cat(self._losses)
-            if self._filters_losses:
-                losses = torch.where(losses.isfinite(), losses, torch.nan)
-            return losses.nanmean() if self._filters_losses else losses.mean()
-        usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
-        return usual  # an empty draw: the average in the log stays
-
-    def _begin_draw(self, model: nn.Module, optimizer: DPFlashOptimizer) -> None:
-        """Do what the Trainer does before each batch, once a draw: it takes milliseconds."""
+        # What the Trainer does before each batch, once a draw: it takes milliseconds.
         if not model.training or self._first_step is not None:
             model.train()
         if callable(train := getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
@@ -292,14 +268,25 @@ class PrivateTrainerMixin(_Host):
             clear_device_cache()
         optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
         self._losses = []
-
-    def _add_up(self, optimizer: DPFlashOptimizer) -> None:
-        """Clip the physical batch and keep its sum; the draw goes on."""
-        if not self._pads():  # a padded batch knows that its draw goes on
-            optimizer.signal_skip_step(do_skip=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        self._note_norms(optimizer)
+        for number, batch in enumerate(inputs, 1):
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(batch))
+            self.accelerator.backward(loss)
+            if self._first_step is not None:
+                self._first_step.see_backward()
+            if number < len(inputs):  # the physical batch is clipped and its sum kept; the draw goes on
+                if not self._pads():  # a padded batch knows that
+                    optimizer.signal_skip_step(do_skip=True)
+                optimizer.step()
+                optimizer.zero_grad()
+                self._note_norms(optimizer)
+        if self._losses:
+            losses = torch.cat(self._losses)
+            if self._filters_losses:
+                losses = torch.where(losses.isfinite(), losses, torch.nan)
+            return losses.nanmean() if self._filters_losses else losses.mean()
+        usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
+        return usual  # an empty draw: the average in the log stays
 
     def _note_norms(self, optimizer: DPFlashOptimizer) -> None:
         norms = optimizer.engine.norms
@@ -348,7 +335,7 @@ class PrivateTrainerMixin(_Host):
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return the operations of a draw. The Trainer counts the parameters each time; here they are counted once."""
-        if not isinstance(inputs, StepDraw):
+        if not isinstance(inputs, draws.StepDraw):
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
         mains = [(batch, batch[name].numel()) for batch in inputs if name in batch and batch[name].numel()]
@@ -357,7 +344,7 @@ class PrivateTrainerMixin(_Host):
         return sum(elements for _, elements in mains) * (self._operations_each or 0.0)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for batch in inputs if isinstance(inputs, StepDraw) else [inputs]:
+        for batch in inputs if isinstance(inputs, draws.StepDraw) else [inputs]:
             super()._track_num_input_tokens(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -391,7 +378,7 @@ class PrivateTrainerMixin(_Host):
             warnings.filterwarnings("ignore", message=".*was set by the training loop")
             super()._load_optimizer_and_scheduler(checkpoint)
         private.resumes_noise = resumes
-        file = Path(checkpoint) / NOISE_FILE
+        file = Path(checkpoint) / draws.NOISE_FILE
         private.check_noise(torch.load(file) if file.exists() else None, resume_noise=resumes)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -399,7 +386,7 @@ class PrivateTrainerMixin(_Host):
         if self.args.should_save and self._optimizer is not None and self._loader is not None:
             sampler: Any = self._loader.batch_sampler
             accountant = self.privacy_engine.accountant
-            record = PrivacyRecord(
+            record = draws.PrivacyRecord(
                 history=list(accountant.history),
                 mechanism=accountant.mechanism(),
                 noise_multiplier=self._optimizer.noise_multiplier,
@@ -409,7 +396,7 @@ class PrivateTrainerMixin(_Host):
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             record.save(folder)
             if self.is_fsdp_enabled and (noise := self._optimizer.noise.state()) is not None:
-                torch.save(noise, folder / NOISE_FILE)
+                torch.save(noise, folder / draws.NOISE_FILE)
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
         """Refuse, because every trial spends privacy on the same data, and the sum would not be counted."""

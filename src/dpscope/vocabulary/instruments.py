@@ -189,7 +189,7 @@ SECTIONS = (
     ("memory", "memory.text:memory_section"),
     ("memory", "memory.text:tensor_section"),
     ("trace", "trace.text:trace_section"),
-    ("nsys", "trace.nsys_text:nsys_section"),
+    ("nsys", "trace.text:nsys_section"),
     ("ncu", "traffic.text:traffic_section"),
 )
 DETAILS = (("memory", "memory.text:snapshot_section"),)  # for the file, where there is room

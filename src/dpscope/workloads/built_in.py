@@ -6,6 +6,7 @@ The residual network has GroupNorm where the original has BatchNorm, which keeps
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from dpscope.workloads.configs import CNNConfig, TransformerConfig
 from dpscope.workloads.configs.base import BOTTLENECK_DEPTHS, RESNET_STAGES, ResNetConfig
-from dpscope.workloads.workload import Workload, random_workload
+from dpscope.workloads.workload import random_workload
 
 
 class SelfAttention(nn.Module):
@@ -112,8 +113,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return losses.view_as(targets).mean(dim=1)
 
 
-def build_transformer(config: TransformerConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return random_workload(config, SimpleBigModel, token_loss, batch_size=batch_size, seq_len=seq_len)
+build_transformer = partial(random_workload, model=SimpleBigModel, loss=token_loss)
 
 
 def _norm_or_none(kind: str, channels: int) -> list[nn.Module]:
@@ -149,8 +149,7 @@ def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels, reduction="none")
 
 
-def build_cnn(config: CNNConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return random_workload(config, SmallCNN, class_loss, batch_size=batch_size, seq_len=seq_len)
+build_cnn = partial(random_workload, model=SmallCNN, loss=class_loss)
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
@@ -221,5 +220,4 @@ def _initialise_resnet(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def build_resnet(config: ResNetConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return random_workload(config, ResNet, class_loss, batch_size=batch_size, seq_len=seq_len)
+build_resnet = partial(random_workload, model=ResNet, loss=class_loss)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.packages import install_command
+from dpscope.packages import import_for
 from dpscope.workloads.configs.huggingface import (
     CAUSAL_LM,
     IMAGE_CLASSIFICATION,
@@ -32,7 +32,9 @@ HFBatch = dict[str, Tensor]
 
 
 def build(config: HuggingFaceConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    transformers = _library(config.name)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # random weights: there is nothing to fetch, ever
+    transformers = import_for(f"model {config.name!r}", "transformers")
+    transformers.logging.set_verbosity_error()  # small vocabularies leave out published token ids: no matter here
     architecture = getattr(transformers, config.architecture, None)
     if architecture is None:
         raise UserError(
@@ -45,21 +47,6 @@ def build(config: HuggingFaceConfig, *, batch_size: int, seq_len: int | None) ->
         batch=partial(_make_batch, config, architecture, settings, batch_size, seq_len),
         loss=TASKS[config.task].loss,
     )
-
-
-def _library(name: str) -> ModuleType:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # random weights: there is nothing to fetch, ever
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise UserError(
-            f"model {name!r} needs Hugging Face's transformers: {install_command('transformers')}"
-        ) from None
-    transformers.logging.set_verbosity_error()  # small vocabularies leave out published token ids: no matter here
-    library: ModuleType = transformers
-    return library
 
 
 def _settings(transformers: ModuleType, config: HuggingFaceConfig) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
-from dpscope.packages import install_command
+from dpscope.packages import import_for
 from dpscope.places import load_at
 from dpscope.vocabulary.settings import PARAM_DTYPES
 from dpscope.workloads.configs import ImageConfig, LoraSettings, TransformerConfig, WorkloadConfig
@@ -180,16 +179,9 @@ def random_workload(
 ALL_LINEAR = "all-linear"
 
 
-def require_peft() -> ModuleType:
+def require_peft() -> Any:
     """Import peft, which makes tensors on torch's default device: call this before a plan makes that a fake one."""
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise UserError(f"--lora needs Hugging Face's peft: {install_command('peft')}") from None
-    library: ModuleType = peft
-    return library
+    return import_for("--lora", "peft")
 
 
 def adapt(model: nn.Module, lora: LoraSettings) -> nn.Module:

@@ -49,18 +49,18 @@ def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]
             identity = {name: value for name, value in row.identity.items() if name not in MAY_DIFFER}
             key = hashable({**identity, "method": row.method, "workload": workload})
             groups.setdefault(key, ([], []))[side].append(place)
+
+    def likeness(places: tuple[int, int]) -> float:
+        one, other = before[places[0]], now[places[1]]
+        alike: list[bool] = [one.spec.get(name) == other.spec.get(name) for name in MAY_DIFFER]
+        return len(one.measured.keys() & other.measured.keys()) + sum(alike) / 10
+
     partner: dict[int, int] = {}  # place in now -> place in before
     for older, newer in groups.values():
-        for old, new in sorted(product(older, newer), key=lambda places: -_likeness(before[places[0]], now[places[1]])):
+        for old, new in sorted(product(older, newer), key=likeness, reverse=True):
             if new not in partner and old not in partner.values():
                 partner[new] = old
     return [(before[partner[place]], row) for place, row in enumerate(now) if place in partner]
-
-
-def _likeness(one: Row, other: Row) -> float:
-    instruments = len(one.measured.keys() & other.measured.keys())
-    alike: list[bool] = [one.spec.get(name) == other.spec.get(name) for name in MAY_DIFFER]
-    return instruments + sum(alike) / 10
 
 
 def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[Difference]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -20,10 +19,6 @@ from dpscope.reports.report import Report
 from dpscope.reports.tables import ADVICE, EXPLAINED, explain
 from dpscope.units import MISSING
 from dpscope.vocabulary.methods import STANDARD
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
 
 AGAINST_TITLE = "Two sweeps side by side"
 SAME_SETTINGS = "Measured on the same machine with the same versions and settings."
@@ -206,11 +201,17 @@ def _chart(against: Against, quantity: Quantity) -> Chart | None:
         figures = {"before": change.before.value, "now": change.now.value, "relative": change.relative}
         lines.append((name, *figures.values(), *(change.range or (None, None)), change.verdict))
         ratios = "" if ratio.relative is None else arrow(ratio)
-        told = {"ratios": ratios, "verdict": change.verdict, "tone": change.tone or "none"}
-        bars += [{"name": name, **figures, "range": change.range, **told}] if pair in most else []
+        judged = {"ratios": ratios, "verdict": change.verdict, "tone": change.tone or "none"}
+        bars += [{"name": name, **figures, "range": change.range, **judged}] if pair in most else []
     sides = (f"before_{quantity.unit}", f"now_{quantity.unit}")
+    changed = [pair for pair in pairs if pair.change(quantity).tone]
+    changed.sort(key=lambda pair: _relative(pair, quantity))
+    ends = changed if len(changed) < 2 else [changed[0], changed[-1]]
+    named = " to ".join(f"{format_change(_relative(pair, quantity))} ({against.name_of(pair)})" for pair in ends)
+    told = f"{len(changed)} of {len(pairs)} rows changed, {named}" if changed else f"no row of {len(pairs)} changed"
+    left_out = f" The {len(bars)} rows that changed most are drawn." if len(bars) < len(pairs) else ""
     view = View(
-        says=_says(against, quantity, pairs, len(bars)),
+        says=f"{quantity.title}: {told}.{left_out}",
         data={"unit": quantity.unit, "tones": TONES, "bars": bars},
         table=Table(columns=("row", *sides, "change", "change_low", "change_high", "verdict"), rows=lines),
     )
@@ -218,32 +219,16 @@ def _chart(against: Against, quantity: Quantity) -> Chart | None:
     return chart_of([view], key=key, title=title, nav_label=quantity.title, kind="changes", how=quantity.how)
 
 
-def _says(against: Against, quantity: Quantity, pairs: Sequence[Pair], drawn: int) -> str:
-    found = [pair for pair in pairs if pair.change(quantity).tone]
-    found.sort(key=lambda pair: _relative(pair, quantity))
-    left_out = f" The {drawn} rows that changed most are drawn." if drawn < len(pairs) else ""
-    if not found:
-        return f"{quantity.title}: no row of {len(pairs)} changed.{left_out}"
-    ends = [found[0]] if len(found) == 1 else [found[0], found[-1]]
-    named = " to ".join(f"{format_change(_relative(pair, quantity))} ({against.name_of(pair)})" for pair in ends)
-    return f"{quantity.title}: {len(found)} of {len(pairs)} rows changed, {named}.{left_out}"
-
-
 def _relative(pair: Pair, quantity: Quantity) -> float:
     return pair.change(quantity).relative or 0.0
 
 
 def render_against(against: Against) -> str:
-    rows = [*(pair.now for pair in against.pairs), *against.only_now]
-    # Rows that only their numbers of steps keep apart share results.
-    results = {id(result): result for row in rows for result in row.measured.values()}.values()
-    title, section, charts = AGAINST_TITLE, _section(against), change_charts(against)
-    return render_page(Report.of(results, against.skipped), title=title, before=[section], charts=charts)
-
-
-def _section(against: Against) -> Markup:
     from markupsafe import Markup
 
+    own = [*(pair.now for pair in against.pairs), *against.only_now]
+    # Rows that only their numbers of steps keep apart share results.
+    results = {id(result): result for row in own for result in row.measured.values()}.values()
     tables = []
     for quantity in against.quantities:
         rows = []
@@ -254,7 +239,9 @@ def _section(against: Against) -> Markup:
         tables.append({"quantity": quantity, "rows": rows})
     alone = {"before": list_rows(against.only_before), "now": list_rows(against.only_now)}
     told = {"headline": headline(against), "sentences": sentences(against)}
-    return Markup(render_template("against.html.jinja", against=against, tables=tables, alone=alone, **told))
+    section = Markup(render_template("against.html.jinja", against=against, tables=tables, alone=alone, **told))
+    report, charts = Report.of(results, against.skipped), change_charts(against)
+    return render_page(report, title=AGAINST_TITLE, before=[section], charts=charts)
 
 
 AGAINST_PAGE = text_output("report-against.html", "the same as a page", render_against, mark=GENERATOR)

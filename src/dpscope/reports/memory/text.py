@@ -12,15 +12,7 @@ from rich.text import Text
 from dpscope.plain_text import bare_table
 from dpscope.reports.looks import in_longest_order, shorten
 from dpscope.reports.tables import SPEEDS, Row, explain, group_by_size, marked, once_a_row
-from dpscope.results.derived import (
-    Composition,
-    Timeline,
-    composition_in,
-    maker_of,
-    place_of,
-    shape_in_words,
-    timeline_in,
-)
+from dpscope.results import derived
 from dpscope.results.payloads.memory import OTHER_MODULES, TensorsAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named, in_order
@@ -33,12 +25,12 @@ def present(held: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 @once_a_row
-def composition_of(row: Row) -> Composition | None:
+def composition_of(row: Row) -> derived.Composition | None:
     """Return what the peak was made of; None if no instrument saw it."""
-    return row.first_of(composition_in)
+    return row.first_of(derived.composition_in)
 
 
-def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
+def described_of(rows: Iterable[Row]) -> dict[Row, derived.Composition]:
     """Return the rows whose peaks have a composition."""
     return {row: composition for row in rows if (composition := composition_of(row))}
 
@@ -48,14 +40,14 @@ def undescribed(rows: Iterable[Row]) -> list[tuple[Row, str]]:
     return [(row, row.why_none("no breakdown by component was measured")) for row in rows if not composition_of(row)]
 
 
-def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
+def standard_of(described: Mapping[Row, derived.Composition]) -> derived.Composition | None:
     return next((composition for row, composition in described.items() if row.method == STANDARD), None)
 
 
 @once_a_row
-def timeline_of(row: Row) -> Timeline | None:
+def timeline_of(row: Row) -> derived.Timeline | None:
     """Return the timeline of a row; None if there is none that can be drawn."""
-    return row.first_of(lambda result: timeline_in(result.timeline))
+    return row.first_of(lambda result: derived.timeline_in(result.timeline))
 
 
 def snapshots_of(row: Row) -> dict[str, float]:
@@ -126,7 +118,7 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
     return _tables("stage", list(stages), lines, width)
 
 
-def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
+def _by_component(described: Mapping[Row, derived.Composition], width: int) -> list[RenderableType]:
     """Return a line for each component and a column for each method, with totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
     standard = standard_of(described)
@@ -139,18 +131,15 @@ def _by_component(described: Mapping[Row, Composition], width: int) -> list[Rend
         lines.append(("  × standard", [format_ratio(each.ratio_to(standard)) for each in compositions]))
     if any(row.median_ms for row in rows):
         known = [name for name in SPEEDS if any(name in row.speeds for row in rows)]
+        both = [(mib(each.total), row.median_ms) for row, each in described.items()]
+        for_time = [f"{held / ms:.2f} MiB/ms" if ms else MISSING for held, ms in both]
         lines += [
             ("time/step", [row.time_shown for row in rows]),
             ("  × standard", [row.time_ratio_shown for row in rows]),
             *((name, [row.speed_shown(name) for row in rows]) for name in known),
-            ("memory/time", [_memory_for_time(row, each) for row, each in described.items()]),
+            ("memory/time", [marked(each, row.time_doubt) for row, each in zip(rows, for_time, strict=True)]),
         ]
     return _tables("component", rows, lines, width)
-
-
-def _memory_for_time(row: Row, composition: Composition) -> str:
-    known = f"{mib(composition.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING
-    return marked(known, row.time_doubt)
 
 
 def _tables(
@@ -172,7 +161,7 @@ def _tables(
     return tables[1:]
 
 
-def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
+def extra_in_words(described: Mapping[Row, derived.Composition]) -> list[str]:
     """Return `ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …` by method."""
     standard = standard_of(described)
     if standard is None:
@@ -197,7 +186,7 @@ def signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + format_bytes(abs(count))
 
 
-def _makers(described: Mapping[Row, Composition]) -> Table:
+def _makers(described: Mapping[Row, derived.Composition]) -> Table:
     """Return a table of the operators that reach the peak, and the modules that hold most at that moment."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
@@ -210,7 +199,7 @@ def _makers(described: Mapping[Row, Composition]) -> Table:
     return table
 
 
-def _notes(described: Mapping[Row, Composition]) -> list[str]:
+def _notes(described: Mapping[Row, derived.Composition]) -> list[str]:
     held = present(each.components for each in described.values())
     private = any(component_named(key).private_only for key in held)
     notes = ["* only private training holds this."] if private else []
@@ -235,8 +224,8 @@ def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
         tensors = tensors_of(row)
         for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS] if tensors else ()):
             several = f"× {tensor['count']}" if tensor["count"] > 1 else ""
-            made = (shorten(maker_of(tensor), 20), shorten(place_of(tensor, short=True), 40))
-            what = (shape_in_words(tensor), component_named(tensor["component"]).label, *made)
+            made = (shorten(derived.maker_of(tensor), 20), shorten(derived.place_of(tensor, short=True), 40))
+            what = (derived.shape_in_words(tensor), component_named(tensor["component"]).label, *made)
             method = "" if place else shorten(row.method, 12)
             table.add_row(*map(Text, (method, format_bytes(tensor["bytes"]), several, *what)))
     return [table] if table.row_count else []

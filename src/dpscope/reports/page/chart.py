@@ -69,7 +69,7 @@ def chart_of(
     return Chart(key=key, title=title, kind=kind or key, how=how, nav_label=nav_label, views=found) if found else None
 
 
-def chart_by_size(*, key: str, title: str, nav_label: str, how: str) -> Callable[[ViewOf], ChartOf]:
+def chart_by_size(*, key: str, title: str, nav_label: str, how: str, kind: str = "") -> Callable[[ViewOf], ChartOf]:
     """Make a chart with a view of each size from a function of the rows that are compared with each other.
 
     `how` is text of the page: how it was measured, and what it does not see.
@@ -77,12 +77,9 @@ def chart_by_size(*, key: str, title: str, nav_label: str, how: str) -> Callable
 
     def chart(view_of: ViewOf) -> ChartOf:
         def make(rows: Sequence[Row]) -> Chart | None:
-            return chart_of(views_by_size(rows, view_of), key=key, title=title, nav_label=nav_label, how=how)
+            views = [replace(view, size=group[0].size) for group in group_by_size(rows) if (view := view_of(group))]
+            return chart_of(views, key=key, title=title, nav_label=nav_label, how=how, kind=kind)
 
         return make
 
     return chart
-
-
-def views_by_size(rows: Sequence[Row], view_of: ViewOf) -> list[View]:
-    return [replace(view, size=group[0].size) for group in group_by_size(rows) if (view := view_of(group))]

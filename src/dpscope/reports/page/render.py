@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.looks import BLANK, INK, ON_DARK, looks_of
-from dpscope.reports.memory.charts import memory_peak, memory_timeline, tensors_at_peak
+from dpscope.reports.memory.figures import memory_peak, memory_timeline, tensors_at_peak
 from dpscope.reports.memory.text import TRIFLE
 from dpscope.reports.output import text_output
 from dpscope.reports.page.chart import Chart, ChartOf
 from dpscope.reports.page.table import describe_configuration, files_beside, first_size, make_cards, make_table
 from dpscope.reports.report import Report, Setting, Size
-from dpscope.reports.tables import MARK, SIZES, Row, grouped
+from dpscope.reports.tables import MARK, SIZES, grouped
 from dpscope.reports.text import TITLE, notes
 from dpscope.reports.time_charts import scaling_over_batch, scaling_over_sequence, step_time, tradeoff
 from dpscope.reports.trace.figures import operators, phases
@@ -54,12 +54,14 @@ def command_lines(specs: Sequence[RowSpec]) -> list[str]:
     """
     beside = dict.fromkeys(("method", *SIZES))  # what the specs of one command may differ in
     groups = grouped(filter(can_be_typed, specs), lambda spec: json.dumps({**spec, **beside}, sort_keys=True))
-    return [
-        _line(group[0], methods, batches, lengths)
-        for group in groups.values()
-        for methods, sizes in _sizes_by_methods(group).items()
-        for batches, lengths in products(sizes)
-    ]
+    lines = []
+    for group in groups.values():
+        at_size = grouped(group, lambda spec: (spec["batch_size"], spec.get("seq_len")))
+        methods = {size: tuple(dict.fromkeys(spec["method"] for spec in own)) for size, own in at_size.items()}
+        sizes_by_methods = grouped(sorted(methods, key=lambda size: (size[0], size[1] or 0)), methods.__getitem__)
+        for names, sizes in sizes_by_methods.items():
+            lines += [_line(group[0], names, batches, lengths) for batches, lengths in products(sizes)]
+    return lines
 
 
 def can_be_typed(spec: RowSpec) -> bool:
@@ -74,12 +76,6 @@ def products(sizes: Iterable[SizeOf]) -> list[tuple[tuple[int, ...], list[int | 
     }
     alike = grouped(at_length, lambda length: (length is None, at_length[length]))
     return [(batches, lengths) for (_, batches), lengths in alike.items()]
-
-
-def _sizes_by_methods(specs: Sequence[RowSpec]) -> dict[tuple[str, ...], list[SizeOf]]:
-    at_size = grouped(specs, lambda spec: (spec["batch_size"], spec.get("seq_len")))
-    methods = {size: tuple(dict.fromkeys(spec["method"] for spec in own)) for size, own in at_size.items()}
-    return grouped(sorted(methods, key=lambda size: (size[0], size[1] or 0)), methods.__getitem__)
 
 
 def _line(spec: RowSpec, methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int | None]) -> str:
@@ -158,23 +154,22 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
 
 
 def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
-    """Yield the rows that the instrument could have measured but did not, each once."""
+    """Yield the rows that the instrument could have measured but did not, each once.
+
+    It cannot measure a row that failed, nor a row on a CPU if it needs a GPU.
+    """
     seen: set[Hashable] = set()
     for size in sizes:
         for row in size.rows:
-            spec = {**row.looked_at, "instrument": instrument, "options": _options(instrument, size, sizes)}
             row_of_any_steps = (row.method, hashable(identity_of(row.spec)))
-            if instrument in row.measured or row_of_any_steps in seen or not _works(row, instrument):
+            plain = row.measured.get("time")
+            trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
+            works = trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")
+            if instrument in row.measured or row_of_any_steps in seen or not works:
                 continue
             seen.add(row_of_any_steps)
-            yield row.method, size, spec
-
-
-def _works(row: Row, instrument: str) -> bool:
-    """Return whether the instrument could measure this row: not if it failed, nor on a CPU if it needs a GPU."""
-    plain = row.measured.get("time")
-    trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
-    return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")
+            options = _options(instrument, size, sizes)
+            yield row.method, size, {**row.looked_at, "instrument": instrument, "options": options}
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:

@@ -49,13 +49,14 @@ def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
 
 def first_size(sizes: Sequence[Size]) -> int:
     """Return the size shown first: the one with the most figures, the largest of those."""
-    return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place), default=0)
 
+    def known(place: int) -> tuple[int, int, int, int]:
+        rows = sizes[place].rows
+        instruments = {result.instrument for row in rows for result in row.ended_well}
+        figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
+        return len(instruments), figures, rows[0].work, -place
 
-def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
-    instruments = {result.instrument for row in rows for result in row.ended_well}
-    figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
-    return len(instruments), figures, rows[0].work
+    return max(range(len(sizes)), key=known, default=0)
 
 
 def _figures(row: Row) -> list[dict[str, str]]:
@@ -101,7 +102,12 @@ def describe_configuration(settings: Sequence[Setting], results: Sequence[Result
     if measured := days_of(results):
         shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
     facts = [(setting.label, _setting(setting)) for setting in settings]
-    told = {"differing": _warning(shown), "summary": _in_a_line(settings, shown)}
+    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in differing_facts(shown).items())
+    warning = differing and (
+        f"These results come from {len(shown)} environments, which differ in {differing}: a ratio between rows of "
+        "different environments is not the cost of privacy alone."
+    )
+    told = {"differing": warning, "summary": _in_a_line(settings, shown)}
     return {"settings": facts, "environments": shown, **told}
 
 
@@ -131,14 +137,6 @@ def _setting(setting: Setting) -> Facts:
     if "learning_rate" in spec:
         facts[SETTINGS["optimizer"].heading] += f", learning rate {spec['learning_rate']:g}"
     return {name: text for name, text in facts.items() if text}
-
-
-def _warning(environments: Sequence[Facts]) -> str:
-    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in differing_facts(environments).items())
-    return differing and (
-        f"These results come from {len(environments)} environments, which differ in {differing}: a ratio between rows "
-        "of different environments is not the cost of privacy alone."
-    )
 
 
 NO_STANDARD, NOT_TIMED = "standard has no such figure at this size", "not timed"
@@ -220,7 +218,10 @@ ABSOLUTES = {
     ),
     "in collectives": _derived(ranks_of, "share", lambda ranks: f"{ranks.share:.0%}", "not measured"),
     "DRAM bytes": _derived(
-        traffic_of, "dram_bytes", lambda moved: moved.show(format_traffic(moved.dram_bytes)), "not counted: dpscope ncu"
+        traffic_of,
+        "dram_bytes",
+        lambda moved: moved.show(format_traffic(moved.dram_bytes)),
+        "not counted: dpscope ncu",
     ),
 }
 # Columns that are there only where a row has such a figure.

@@ -60,7 +60,12 @@ def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, 
     then, now = (
         {(line["operator"], line["phase"]): ms for line in each["operators"] if (ms := line[clock])} for each in traces
     )
-    rest_then, rest_now = (_rest(each, basis) for each in traces)
+    rest_then, rest_now = (  # what of the step's time is not in operators
+        {OUTSIDE: each["outside_operators_ms"]}
+        if basis == CPU
+        else {IDLE: each["gpu"]["idle_ms"], SIDE_BY_SIDE: -each["gpu"]["overlap_ms"]}
+        for each in traces
+    )
     changes = [
         OperatorChange(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now))
         for key in dict.fromkeys([*now, *then])
@@ -69,13 +74,6 @@ def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, 
     rest = [OperatorChange(what, "", rest_then[what], rest_now[what], "grew") for what in rest_now]
     total = trace["step_ms"] - standard["step_ms"]
     return StepDifference(method, basis, total, [*ordered, *rest], doubt)
-
-
-def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
-    """Return the part of the step time that is not in operators."""
-    if basis == CPU:
-        return {OUTSIDE: trace["outside_operators_ms"]}
-    return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
 
 
 def _kind(key: OperatorInPhase, then: Mapping[OperatorInPhase, float], now: Mapping[OperatorInPhase, float]) -> str:

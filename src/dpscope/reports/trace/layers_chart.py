@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from dpscope.reports.looks import in_prose, looks_of
-from dpscope.reports.memory.charts import unit_for
+from dpscope.reports.memory.figures import unit_for
 from dpscope.reports.memory.text import composition_of
-from dpscope.reports.page.chart import Chart, Table, View, chart_of, views_by_size
+from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.tables import Row, grouped
 from dpscope.reports.trace.data import on_gpu, traced_steps
-from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 from dpscope.vocabulary.components import component_named
 
@@ -158,22 +157,17 @@ def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
-    """Return GPU time if every trace has it, else the host's."""
+    """Return GPU time by phase if every trace has it, else the host's."""
     steps = [step for step in traced_steps(rows) if step.trace.get("modules")]
     gpu = on_gpu(steps)
     return {
         step.row: {
-            module["module"]: _phases(module, gpu=gpu, known=gpu == (step.gpu is not None))
+            module["module"]: (module.get("phases") if gpu == (step.gpu is not None) else None)
+            or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
             for module in step.trace["modules"]
         }
         for step in steps
     }
-
-
-def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
-    """Return the time of each phase, of the GPU or of the host."""
-    phases = module.get("phases") if known else None
-    return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
 
 def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Costs]], unit: str) -> View | None:
@@ -235,30 +229,25 @@ def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Se
     return heaviest + (f" All other modules together: {others}." if others else "")
 
 
-def layers_memory(rows: Sequence[Row]) -> Chart | None:
-    return chart_of(
-        views_by_size(rows, partial(_view, measure=_held, unit="bytes")),
-        key="layers-memory",
-        title="Layer by layer: memory at the peak",
-        nav_label="Layers",
-        kind="layers",
-        how=(
-            "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
-            f"at the moment of the peak. {BARS_SHARED} It does not see modules too light to be listed in the results: "
-            f"a bar that is missing is not known to be zero, and {OTHER_LINES} holds them."
-        ),
-    )
+layers_memory = chart_by_size(
+    key="layers-memory",
+    title="Layer by layer: memory at the peak",
+    nav_label="Layers",
+    kind="layers",
+    how=(
+        "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, at "
+        f"the moment of the peak. {BARS_SHARED} It does not see modules too light to be listed in the results: a bar "
+        f"that is missing is not known to be zero, and {OTHER_LINES} holds them."
+    ),
+)(partial(_view, measure=_held, unit="bytes"))
 
-
-def layers_time(rows: Sequence[Row]) -> Chart | None:
-    return chart_of(
-        views_by_size(rows, partial(_view, measure=_spent, unit="ms")),
-        key="layers-time",
-        title="Layer by layer: time",
-        nav_label="Layers: time",
-        kind="layers",
-        how=(
-            f"Time of the operators that worked for a module, forward and backward, in a traced step. {BARS_SHARED} "
-            "It does not see what a step takes without the profiler, which makes it longer."
-        ),
-    )
+layers_time = chart_by_size(
+    key="layers-time",
+    title="Layer by layer: time",
+    nav_label="Layers: time",
+    kind="layers",
+    how=(
+        f"Time of the operators that worked for a module, forward and backward, in a traced step. {BARS_SHARED} It "
+        "does not see what a step takes without the profiler, which makes it longer."
+    ),
+)(partial(_view, measure=_spent, unit="ms"))

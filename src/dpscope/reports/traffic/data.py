@@ -178,12 +178,6 @@ def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) 
     return [group for group in groups if group]
 
 
-def families_of(group: Sequence[Traffic]) -> dict[str, list[float | None]]:
-    """Return the bytes by family, and the bytes of the whole step beyond the sum of its kernels."""
-    counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
-    return {family: own for family, own in counts.items() if any(own)}
-
-
 def _subtract(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 

@@ -18,7 +18,7 @@ from dpscope.reports.traffic.data import marked_estimate, traffic_of
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, moved
 from dpscope.units import format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.phases import FAMILY_LABELS
+from dpscope.vocabulary.phases import FAMILIES, FAMILY_LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,8 @@ def _estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
 
 
 def _view(group: Sequence[data.Traffic]) -> View:
-    families = _parts("family", data.families_of(group))
+    counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, data.UNSEEN)}
+    families = _parts("family", {family: own for family, own in counts.items() if any(own)})
     moved = {"read": [each.figure(READ) for each in group], "written": [each.figure(WRITE) for each in group]}
     # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
     drawn = families if all(each.by_family for each in group) else []

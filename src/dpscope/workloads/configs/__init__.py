@@ -16,46 +16,22 @@ from typing import Any
 from dpscope.errors import UserError
 from dpscope.vocabulary.settings import flags_of
 from dpscope.workloads.configs import base, huggingface
-from dpscope.workloads.configs.base import (
-    ATTENTIONS,
-    NORMS,
-    CNNConfig,
-    ImageConfig,
-    LoraSettings,
-    ResNetConfig,
-    TransformerConfig,
-    WorkloadConfig,
-    parse_lora,
-)
-from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
-from dpscope.workloads.configs.huggingface import OUR_SIZES, HuggingFaceConfig, config_from_file, config_from_json
-
-__all__ = [
-    "ATTENTIONS",
-    "MODEL_SIZES",
-    "NORMS",
-    "PRESETS",
-    "CNNConfig",
-    "CustomConfig",
-    "HuggingFaceConfig",
-    "ImageConfig",
-    "LoraSettings",
-    "ResNetConfig",
-    "TransformerConfig",
-    "WorkloadConfig",
-    "config_from_dict",
-    "config_from_file",
-    "config_from_json",
-    "config_to_dict",
-    "find_workload",
-    "import_root",
-    "make_config",
-    "parse_lora",
-    "with_lora",
-    "workload_at",
-    "workload_flags",
-    "workload_sizes",
-]
+from dpscope.workloads.configs.base import ATTENTIONS as ATTENTIONS
+from dpscope.workloads.configs.base import NORMS as NORMS
+from dpscope.workloads.configs.base import CNNConfig as CNNConfig
+from dpscope.workloads.configs.base import ImageConfig as ImageConfig
+from dpscope.workloads.configs.base import LoraSettings as LoraSettings
+from dpscope.workloads.configs.base import ResNetConfig as ResNetConfig
+from dpscope.workloads.configs.base import TransformerConfig as TransformerConfig
+from dpscope.workloads.configs.base import WorkloadConfig as WorkloadConfig
+from dpscope.workloads.configs.base import parse_lora as parse_lora
+from dpscope.workloads.configs.custom import CustomConfig as CustomConfig
+from dpscope.workloads.configs.custom import workload_at as workload_at
+from dpscope.workloads.configs.custom import workload_of
+from dpscope.workloads.configs.huggingface import OUR_SIZES
+from dpscope.workloads.configs.huggingface import HuggingFaceConfig as HuggingFaceConfig
+from dpscope.workloads.configs.huggingface import config_from_file as config_from_file
+from dpscope.workloads.configs.huggingface import config_from_json as config_from_json
 
 PRESETS: dict[str, WorkloadConfig] = {
     preset.name: preset for family in (base, huggingface) for preset in family.PRESETS

@@ -165,48 +165,37 @@ def config_from_json(text: str, *, source: str = "{…}") -> HuggingFaceConfig:
     return HuggingFaceConfig(name=name, model_type=data["model_type"], architecture=architectures[0], settings=settings)
 
 
-# The published sizes of each.
-_PUBLISHED = (
-    HuggingFaceConfig(  # GPT-2 small, 124M parameters; the output layer is the token embedding
-        name="hf:gpt2",
-        model_type="gpt2",
-        architecture="GPT2LMHeadModel",
-        settings={"vocab_size": 50257, "n_embd": 768, "n_inner": 3072, "n_layer": 12, "n_head": 12}
-        | {"n_positions": 1024},
-    ),
-    HuggingFaceConfig(  # as Llama 3.2 1B, 1.24B parameters
-        name="hf:llama",
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        settings={"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"tie_word_embeddings": True},
-    ),
-    HuggingFaceConfig(  # BERT base, 110M parameters
-        name="hf:bert",
-        model_type="bert",
-        architecture="BertForSequenceClassification",
-        settings={"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
-        | {"num_attention_heads": 12, "max_position_embeddings": 512, "num_labels": 2},
-    ),
-    HuggingFaceConfig(  # ViT-B/16, 86M parameters
-        name="hf:vit",
-        model_type="vit",
-        architecture="ViTForImageClassification",
-        settings={"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-        | {"image_size": 224, "patch_size": 16, "num_labels": 1000},
-    ),
+# The published sizes of each, in the words of its configuration.
+_SIZES: dict[tuple[str, str], dict[str, Any]] = {
+    # GPT-2 small, 124M parameters; the output layer is the token embedding
+    ("gpt2", "GPT2LMHeadModel"): {
+        **{"vocab_size": 50257, "n_embd": 768, "n_inner": 3072, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    },
+    # as Llama 3.2 1B, 1.24B parameters
+    ("llama", "LlamaForCausalLM"): {
+        **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "tie_word_embeddings": True,
+    },
+    # BERT base, 110M parameters
+    ("bert", "BertForSequenceClassification"): {
+        **{"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+        **{"num_attention_heads": 12, "max_position_embeddings": 512, "num_labels": 2},
+    },
+    # ViT-B/16, 86M parameters
+    ("vit", "ViTForImageClassification"): {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+        **{"image_size": 224, "patch_size": 16, "num_labels": 1000},
+    },
+}
+_PUBLISHED = tuple(
+    HuggingFaceConfig(name=f"hf:{kind}", model_type=kind, architecture=architecture, settings=sizes)
+    for (kind, architecture), sizes in _SIZES.items()
 )
 
 # As Llama 3.1 8B, 8.03B parameters: one GPU trains adapters on it (--lora) with the weights in bf16 (--param-dtype).
-_LLAMA_8B = HuggingFaceConfig(
-    name="hf:llama-8b",
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    settings={"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    | {"tie_word_embeddings": False},
-)
+_WIDER = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False}
+_LLAMA_8B = replace(_PUBLISHED[1], name="hf:llama-8b", settings={**_PUBLISHED[1].settings, **_WIDER})
 
 # The same architectures for a CPU: a step takes milliseconds.
 _TINY = {"vocab_size": 1000, "hidden_dim": 64, "num_layers": 2, "num_heads": 4, "kv_heads": 2, "max_seq_len": 128}

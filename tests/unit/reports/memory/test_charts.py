@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 
-from dpscope.reports.memory.charts import PANELS, memory_peak, memory_timeline
+from dpscope.reports.memory.figures import PANELS, memory_peak, memory_timeline
 from dpscope.reports.memory.text import timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report, compare_results

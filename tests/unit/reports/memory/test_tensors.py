@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.memory.charts import tensors_at_peak
+from dpscope.reports.memory.figures import tensors_at_peak
 from dpscope.reports.memory.text import SHOWN_TENSORS, tensors_of
 from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary

@@ -12,7 +12,7 @@ from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.text import summary
-from dpscope.reports.trace.nsys_text import agreement
+from dpscope.reports.trace.text import agreement
 from tests.fake_tools.nsys_exports import a_step
 
 

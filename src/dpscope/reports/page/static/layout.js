@@ -110,11 +110,11 @@ const closeLog = (values) => {
 // `points`: pixels; `size`: of their symbols; `lines`: pairs of pixels; `crossing`: may a line to a label cross symbols?
 const placeLabels = (points, texts, { size, width, height, fontSize = 11, taken = [], lines = [], crossing = false }) => {
   const symbols = points.map(([x, y]) => [x - size / 2 - 1, y - size / 2 - 1, x + size / 2 + 1, y + size / 2 + 1]);
-  const once = (order) => {
+  const once = (order, nearest) => {
     const labels = [...taken], strokes = [...lines], places = points.map(() => null);
     for (const index of order) {
       const half = [textWidth(texts[index], fontSize) / 2 + 3, fontSize / 2 + 3];
-      const place = freePlace(points[index], half, size, { width, height, symbols, labels, strokes, crossing });
+      const place = freePlace(points[index], half, size, { width, height, symbols, labels, strokes, crossing, nearest });
       if (!place) continue;
       places[index] = place;
       labels.push(place.box);
@@ -122,12 +122,17 @@ const placeLabels = (points, texts, { size, width, height, fontSize = 11, taken 
     }
     return places;
   };
-  let order = points.map((_, index) => index), best = once(order);
-  // What found no place goes first the next time.
-  for (let tries = points.length > 60 ? 0 : 6; tries && best.includes(null); tries -= 1) {
-    order = [...order.filter((index) => !best[index]), ...order.filter((index) => best[index])];
-    const found = once(order);
-    if (found.filter(Boolean).length >= best.filter(Boolean).length) best = found;
+  const few = points.length <= 24, most = few ? 13 : points.length <= 60 ? 7 : 1; // tries: among many points each takes long
+  const placed = (places) => places.filter(Boolean).length;
+  let best = points.map(() => null);
+  // Labels close to a crowd wall it in: where lines may cross symbols anyway, all labels stand farther off.
+  for (const nearest of few && crossing ? [0, 18, 44] : [0]) {
+    let order = points.map((_, index) => index);
+    for (let tries = most; tries && best.includes(null); tries -= 1) {
+      const found = once(order, nearest);
+      if (placed(found) > placed(best)) best = found;
+      order = [...order.filter((index) => !found[index]), ...order.filter((index) => found[index])]; // what found no place goes first
+    }
   }
   return best;
 };
@@ -141,9 +146,9 @@ const DISTANCES = [0, 8, 18, 30, 44, 60, 80, 105, 135, 170, 210, 260, 320]; // p
 
 const apart = (one, other) => one[2] <= other[0] || other[2] <= one[0] || one[3] <= other[1] || other[3] <= one[1];
 
-function freePlace([x, y], [halfWidth, halfHeight], size, { width, height, symbols, labels, strokes, crossing }) {
+function freePlace([x, y], [halfWidth, halfHeight], size, { width, height, symbols, labels, strokes, crossing, nearest }) {
   const boxes = [...symbols, ...labels], walls = crossing ? labels : boxes;
-  for (const distance of DISTANCES)
+  for (const distance of DISTANCES.filter((each) => each >= nearest))
     for (const [right, down] of DIRECTIONS) {
       const off = size / 2 + 1 + distance, center = [x + right * (halfWidth + off), y + down * (halfHeight + off)];
       const box = [center[0] - halfWidth, center[1] - halfHeight, center[0] + halfWidth, center[1] + halfHeight];
