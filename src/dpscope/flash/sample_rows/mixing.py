@@ -37,6 +37,7 @@ from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.flash.torch_side.shards import is_sharded
+from dpscope.places import number_in
 from dpscope.random_states import RandomStates, cuda_devices, seed_all
 
 DRAWS = 3
@@ -186,6 +187,9 @@ class Mixing(TriedCall):
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if not any(tensor.dtype in _ROUNDED for tensor in tensors) or any(map(is_sharded, tensors)):
             return TypeError("nothing to ask in float64")
+        free = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")  # without it, a CPU's process would be killed
+        if free is not None and sum(8 * each.numel() for each in tensors if each.device.type == "cpu") > 512 * free:
+            return MemoryError("copies in float64 would take more than half of the memory that is free")
         outer, self.wide = self.alone, True
         self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -364,3 +365,11 @@ def test_rows_that_round_differently_with_the_others_are_not_taken_to_mix():
             return y
 
     assert_exact(Experts(), torch.randn(13, 64), lambda model, x: model(x).sin().sum(1))
+
+
+def test_a_model_too_large_for_copies_in_float64_is_judged_by_its_own_rounding(monkeypatch):
+    monkeypatch.setattr("dpscope.flash.sample_rows.mixing.number_in", lambda *_: 1)  # KiB
+    for share, refused in ((1e-6, nullcontext()), (1e-2, pytest.raises(UserError, match="samples mix"))):
+        model = Effect(lambda h, share=share: h + share * h.roll(1, 0))
+        with FlashEngine(model), refused:
+            model(rows(16))
