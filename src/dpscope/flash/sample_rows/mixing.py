@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.sample_rows.comparison import (
+    any_apart,
+    apart_from,
+    common_parts,
+    dim_of_samples,
+    is_coarse,
+    largest,
+    no_part_depends_on_both,
+)
 from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.sample_rows.snapshots import Buffers, ModelSnapshot, opened_gates
-from dpscope.flash.sample_rows.tried_call import (
-    PUT_BATCH_FIRST,
-    RANDOM,
-    RootCall,
-    TriedCall,
-    apart_from,
-    is_coarse,
-    slices,
-)
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -48,8 +49,6 @@ _FEW = 3  # samples, of which one is replaced and then the others
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
-_REPEATED = {torch.float64: 1e-13}  # of the largest element: two runs on the same samples
-_REPEATED_ROUNDED = 1e-7  # in other dtypes
 _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
 _CONFIRMED = 1e-6
@@ -110,7 +109,7 @@ class Mixing(TriedCall):
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
         if not self.wide:
             self._numel = max(self._numel, sum(each.numel() for each in found))
-            self._sizes = [_largest(each) for each in found]
+            self._sizes = [largest(each) for each in found]
         return found
 
     # -- other samples -----------------------------------------------------------------------------------------------
@@ -294,7 +293,7 @@ class Mixing(TriedCall):
         both = zip(before.shape, after.shape, strict=True)
         dims = [dim for dim, sizes in enumerate(both) if sizes == (rows, rows)]
         return bool(dims) and all(
-            all(apart_from(*pair, dim, kept, share=share) for pair in _common(before, after)) for dim in dims
+            all(apart_from(*pair, dim, kept, share=share) for pair in common_parts(before, after)) for dim in dims
         )
 
     def _where(self, runs: tuple[list[int], list[int]], seed: int | None, kept: Tensor) -> str:
@@ -328,7 +327,7 @@ class Mixing(TriedCall):
         In float64 that is relative to the output in the model's own dtype: if it is only rounding, it is smaller.
         """
         if self.wide:
-            return _CONFIRMED * max(1.0, self._sizes[output] / max(_largest(found), 1e-300))
+            return _CONFIRMED * max(1.0, self._sizes[output] / max(largest(found), 1e-300))
         return 0.0 if self.to_the_bit else None
 
     # -- their number ------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ class Mixing(TriedCall):
             return
         sizes = len(places), len(rows)
         if len(few) == len(many):
-            self.output_dims = [_dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
+            self.output_dims = [dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
         differ = (self._row_differs(*both, places, len(rows), output) for output, both in pairs)
         if not self.is_random and any(differ):
@@ -374,7 +373,7 @@ class Mixing(TriedCall):
 
     def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, output: int) -> bool:
         """Return whether the output for any sample by itself is not that in the batch, by more than rounding."""
-        dim = _dim_of_samples(few, many, len(places), rows)
+        dim = dim_of_samples(few, many, len(places), rows)
         if dim is None or not few.is_floating_point() or not few.numel():
             return False
         a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (few, many))
@@ -384,7 +383,7 @@ class Mixing(TriedCall):
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
         dtypes = self._dtypes
         if self.wide and (share := self._allowed_share(output, many)) is not None:
-            allowed = share * torch.maximum(size, size.new_tensor(_largest(b)))
+            allowed = share * torch.maximum(size, size.new_tensor(largest(b)))
         elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
             allowed = 0.1 * size
         elif dtypes == {torch.float64}:
@@ -405,7 +404,7 @@ class Mixing(TriedCall):
         if len({tuple(each.shape for each in run) for run in runs}) > 1:
             return
         for before, first, last in zip(*runs, strict=True):
-            if not any(_apart(before, first, last, dim) for dim in range(before.dim())):
+            if not any(no_part_depends_on_both(before, first, last, dim) for dim in range(before.dim())):
                 raise UserError(
                     f"the model was taken to be called with {self.batch} samples, but each part of its output of "
                     f"shape {tuple(before.shape)} depends on several: they mix, or are not the rows of its first "
@@ -430,11 +429,11 @@ class Mixing(TriedCall):
             return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
-        if not _any_apart(first, second, len(rows), repeated=True):
+        if not any_apart(first, second, len(rows), repeated=True):
             return
         # The same runs give the same, unless the device adds up in another order each time.
-        repeats = not _any_apart(first, self._second_of_two(rows, altered=False), len(rows), repeated=True)
-        if repeats or _any_apart(first, second, len(rows)):
+        repeats = not any_apart(first, self._second_of_two(rows, altered=False), len(rows), repeated=True)
+        if repeats or any_apart(first, second, len(rows)):
             self._refuse_carried(rows)
 
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
@@ -489,18 +488,6 @@ def in_float64(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor.data = data
 
 
-def _common(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what two outputs both have: all of it, or if sizes differ, the first and the last elements."""
-    if a.shape == b.shape:
-        yield a, b
-        return
-    sizes = list(map(min, a.shape, b.shape))
-    first = tuple(slice(size) for size in sizes)
-    last = tuple(slice(-size, None) if size else slice(0) for size in sizes)
-    yield a[first], b[first]
-    yield a[last], b[last]
-
-
 @contextmanager
 def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
     with first, second:
@@ -512,40 +499,3 @@ def replaced(batch: int, row: int) -> list[int]:
     index = list(range(batch))
     index[row] = 1 if row == 0 else row - 1
     return index
-
-
-def _any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, repeated: bool = False) -> bool:
-    """Return whether the rows of any output differ between two runs on the same samples; `repeated`: at all."""
-    whole = torch.arange(rows)
-    for before, after in zip(first, second, strict=False):
-        share = _REPEATED.get(before.dtype, _REPEATED_ROUNDED) if repeated else None
-        dim = next((dim for dim, size in enumerate(before.shape) if size == rows), None)
-        if dim is not None and before.shape == after.shape and apart_from(before, after, dim, whole, share=share):
-            return True
-    return False
-
-
-def _largest(output: Tensor) -> float:
-    if not output.numel() or not output.is_floating_point():
-        return 0.0
-    parts = slices(output[None], 0, torch.arange(1))  # copies of whole outputs would be the peak of verification
-    return float(read(torch.stack([part.abs().nan_to_num(0).amax() for part in parts]).amax(), 0.0))
-
-
-def _dim_of_samples(few: Tensor, many: Tensor, fewer: int, rows: int) -> int | None:
-    """Return the first dimension with an entry for each sample: it has `rows` entries, and `fewer` for fewer."""
-    if few.dim() != many.dim():
-        return None
-    both = enumerate(zip(few.shape, many.shape, strict=True))
-    return next((dim for dim, sizes in both if sizes == (fewer, rows)), None)
-
-
-def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
-    """Return whether no part along `dim` depends on both the first and the last sample."""
-    of_first, of_last = (
-        (other.nan_to_num() != plain.nan_to_num()).movedim(dim, 0).flatten(1).any(1)
-        if plain.dim() > 1
-        else other.nan_to_num() != plain.nan_to_num()
-        for other in (first, last)
-    )
-    return not read((of_first & of_last).any(), False)

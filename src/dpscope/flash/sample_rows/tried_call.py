@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
 
@@ -28,14 +27,7 @@ MOST_ROWS = 32
 """Samples that are looked at, about."""
 LOUD = 16.0
 """Factor of a sample that replaces another: one that only takes part if it is the largest is heard."""
-SLICE = 2**22
-"""Elements of outputs that are compared at a time."""
 RANDOM = random.Random()
-
-# How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
-# become all ones), which rounds differently.
-_ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_ROW_TOLERANCE = 5e-2
 
 
 class RootCall(NamedTuple):
@@ -192,30 +184,3 @@ def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
         if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
     return leaf
-
-
-def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
-    """Return whether these rows differ by more than rounding, or by more than a share of the largest element."""
-    if not a.is_floating_point():
-        parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
-        return any(not read((x == y).all(), True) for x, y in parts)
-    largest = max((read(x.abs().nan_to_num(0).amax(), 0.0) for x in slices(a, dim, rows) if x.numel()), default=0.0)
-    tolerance = (_ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share) * largest
-    return any(
-        not read(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all(), True)
-        for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
-    )
-
-
-def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
-    """Yield these rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
-    tensor = tensor.movedim(dim, 0)
-    for group in torch.split(rows, max(1, SLICE // max(1, tensor[:1].numel()))):
-        part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
-        yield from torch.split(part.reshape(-1), SLICE)
-
-
-def is_coarse(tensor: Tensor) -> bool:
-    """Return whether products that lead to the tensor may be rounded to less than its dtype: autocast, TF32."""
-    reads_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    return torch.is_autocast_enabled(tensor.device.type) or (tensor.is_cuda and reads_tf32)

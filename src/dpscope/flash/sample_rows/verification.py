@@ -23,8 +23,9 @@ from dpscope.errors import UserError
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.mixing import Mixing
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Unclipped
+from dpscope.flash.sample_rows.row_norms import OutputPlace, TestedEngine, losses_left_in
 from dpscope.flash.sample_rows.schedule import LookSchedule
-from dpscope.flash.sample_rows.self_test import OutputPlace, SelfTest, TestedEngine, losses_left_in
+from dpscope.flash.sample_rows.self_test import SelfTest
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run

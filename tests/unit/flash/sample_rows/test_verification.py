@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.flash.sample_rows import self_test, tried_call
+from dpscope.flash.sample_rows import comparison, row_norms, self_test
 from dpscope.flash.sample_rows.self_test import SelfTest
 from dpscope.flash.step import microbatch
 from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
@@ -272,7 +272,7 @@ def test_a_checkpointed_layer_that_is_followed_takes_other_options():
 
 
 def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_largest_tensors(monkeypatch):
-    monkeypatch.setattr(tried_call, "SLICE", 2**12)  # of outputs of half a million elements
+    monkeypatch.setattr(comparison, "SLICE", 2**12)  # of outputs of half a million elements
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4096))
     ids = torch.randint(50, (2, 64))
     engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
@@ -333,7 +333,7 @@ def test_rounding_of_an_autocast_inside_the_model_is_no_difference(reentrant):
         return function(x) if reentrant is None else checkpoint(function, x, use_reentrant=reentrant)
 
     exact = {torch.float32: (1e-6, 1e-9)}
-    with mock.patch.dict(self_test._SUMS, exact), mock.patch.dict(self_test._OUTPUTS, {torch.float32: 1e-7}):
+    with mock.patch.dict(row_norms._SUMS, exact), mock.patch.dict(self_test._OUTPUTS, {torch.float32: 1e-7}):
         model = CastsInside(blocks)
         with FlashEngine(model, max_grad_norm=1.0):
             model(torch.randn(4, 6, 3).requires_grad_()).square().sum(1).mean().backward()
