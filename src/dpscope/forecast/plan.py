@@ -58,6 +58,8 @@ class Wish:
             raise UserError("the price depends on how long to train: give --samples, and --epochs or --hours")
         if self.samples is not None:
             self.goal()  # which checks the rest
+        if self.card is not None:
+            find_card(self.card)
 
     @property
     def logical(self) -> int:
@@ -114,8 +116,6 @@ def plan(
         predicted
     """
     asked = Wish(**wish)
-    # Wrong input is said before anything runs. Without hours, steps and noise follow without the step time.
-    spent = account(asked.goal()) if asked.is_private and asked.hours is None else None
     config = find_workload(workload)
     specs = [
         RunSpec(
@@ -132,6 +132,10 @@ def plan(
         raise UserError("the noise is open: give --epsilon or --noise-multiplier")
     if prober is not None and specs[0].world_size > 1:
         raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
+    spent = None
+    if asked.is_private and asked.hours is None:  # wrong input is said before anything runs
+        say("noise and epsilon")
+        spent = account(asked.goal())
     card, remarks = _card_for(asked, specs, say)
     workers = workers if prober is None else 1
     build_workload(config, batch_size=1, seq_len=seq_len)  # imports what each copy of this process would import

@@ -77,7 +77,7 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
     if privacy:
         figures = [
             f"{privacy['noise_multiplier']:.4g}",
-            *(f"{privacy['epsilon'][name]:.3f}" for name in ("prv", "rdp")),
+            *(MISSING if each is None else f"{each:.4g}" for each in map(privacy["epsilon"].get, ("prv", "rdp"))),
         ]
     return (
         row["method"],
