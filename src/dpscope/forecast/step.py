@@ -34,6 +34,7 @@ from dpscope.workloads.workload import Batch, Workload, build_model, build_workl
 
 VERIFIED = (True, False, True)  # of steps before the last: flash clipping verifies the model in it
 ROUNDED_BLOCK = 0.005  # by which peaks of equal steps may differ, because blocks are larger than what they hold
+_OF_FAKES = ("FakeTensor", "DataDependent", "DynamicOutput", "AssertionError")  # in what torch says of fake tensors
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -88,10 +89,12 @@ def forecast_step(
     except (UserError, OutOfFakeMemory):
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        is_of_fakes = any(word in said for word in _OF_FAKES)
+        advice = "make every tensor inside of the workload's functions, or measure it" if is_of_fakes else "try it"
         raise UserError(
-            f"a step of {spec.method} cannot be followed on fake tensors ({type(error).__name__}: {said}): make every "
-            "tensor inside of the workload's functions, or measure it on a GPU (dpscope compare)"
+            f"a step of {spec.method} cannot be followed on fake tensors ({said}): {advice} on real ones (dpscope "
+            "compare)"
         ) from error
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -121,6 +124,11 @@ def _step(
     for verifies in VERIFIED:
         device.run.verifies = verifies
         trainer.train_step(*batches)
+        if device.routes_rows and spec.method == "flash":
+            raise UserError(
+                "the model sends tokens to experts by their values, so flash clipping runs experts sample by sample, "
+                "and a plan cannot tell what that takes: measure it on a GPU (dpscope compare)"
+            )
     device.run.verifies = False
     segments = device.allocator.segments
     segments.step_peak = 0
@@ -151,7 +159,8 @@ def _step(
 
 def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
     with torch.device(DEVICE):
-        model = build_model(workload, spec.param_dtype)
+        # torch.Tensor(…) and torch.FloatTensor(…), of which some models make parameters, are born on the CPU.
+        model = build_model(workload, spec.param_dtype).to(DEVICE)
     make: Any = load_trainer(resolve_method(spec.method))
     eager = spec.settings if spec.compile == EAGER else type(spec.settings)(**{**vars(spec.settings), "compile": EAGER})
     with patch.object(TrainerBase, "noise_generator", lambda trainer: None):  # there is no device to draw on
