@@ -83,7 +83,7 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
         row["method"],
         f"{row['batch_size']} × {row['accumulation']}",
         format_bytes(row["step"]["peak_bytes"]),
-        format_ms(1e3 * row["step"]["seconds"]),
+        format_ms(1e3 * row["logical_seconds"]),
         format_throughput(row["samples_per_second"]),
         str(row.get("steps", MISSING)),
         *figures,

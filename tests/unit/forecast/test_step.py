@@ -250,7 +250,7 @@ def test_an_unknown_card_is_refused_with_the_names_there_are():
 
 
 def test_ddp_takes_what_its_real_reducer_takes_for_buckets():
-    """The group has no threads: with gloo's, the last owner of a bucket may be a thread whose frees are not recorded."""
+    """The group has no threads: with gloo's, the last owner of a bucket may be a thread whose frees nobody records."""
 
     def sent(state, bucket):
         done = torch.futures.Future()
