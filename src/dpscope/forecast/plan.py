@@ -181,7 +181,7 @@ def _with_passes(asked: Wish, spec: RunSpec) -> Wish:
     logical = spec.logical_batch_size
     if asked.logical_batch not in (None, logical):
         raise UserError(
-            f"--batch-size {asked.batch_size}, {spec.accumulate} times on each of {spec.world_size} GPUs, make a logical "
+            f"--batch-size {asked.batch_size}, {spec.accumulate} times on {spec.world_size} GPU(s), make a logical "
             f"batch of {logical}, not {asked.logical_batch}: leave out --accumulate or --logical-batch"
         )
     return replace(asked, logical_batch=logical)
