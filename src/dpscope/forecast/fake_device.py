@@ -122,7 +122,7 @@ class _Mode(FakeTensorMode):
         if name == "aten::_grouped_mm":
             self.routes_rows = True
             with self:
-                return grouped_product(*args[:2], args[2] if len(args) > 2 else kwargs.get("offs"))
+                return grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if name in _COLLECTIVES:
             self._handles[name] = result[1]

@@ -19,6 +19,7 @@ from dpscope.forecast.step import MOST_PASSES, StepForecast, forecast_step
 from dpscope.packages import version_of
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.configs import LoraSettings, WorkloadConfig, find_workload, with_lora
@@ -222,8 +223,11 @@ def _planned(
     logical, ranks = asked.logical, spec.world_size
     share = math.ceil(logical / ranks)  # of a logical batch, on each process
     most = asked.batch_size or math.ceil(share / spec.accumulate)
-    # Passes that follow the first hold the sum of gradients so far.
-    spec = replace(spec, accumulate=min(MOST_PASSES, max(spec.accumulate, math.ceil(share / (asked.batch_size or 1)))))
+    private = resolve_method(spec.method).private
+    # Passes that follow the first hold the sum of gradients so far. Half of all Poisson draws are larger than expected,
+    # so that private training has such passes even if one is expected.
+    is_summed = private or share > (asked.batch_size or 1)
+    spec = replace(spec, accumulate=MOST_PASSES if is_summed else 1)
     correct: Correction | None = None
     fit = largest_batch(spec, card, most, say)
     if prober is not None and fit.batch:
@@ -242,6 +246,8 @@ def _planned(
     passes = math.ceil(share / batch)
     say(f"{spec.method}: a step of {batch} in detail")
     step = forecast_step(replace(spec, batch_size=batch, accumulate=passes), card)
+    if passes == 1 and (drawn := fit.points.get(batch)) and correct is None:
+        step = _with_sums(step, drawn)
     if correct is not None:
         step = correct(step, batch)
     row |= {
@@ -253,8 +259,19 @@ def _planned(
     }
     row["samples_per_second"] = batch * passes * ranks / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
-    private = resolve_method(spec.method).private
     return row | _training(asked, spent, row["logical_seconds"], ranks, private=private)
+
+
+def _with_sums(step: StepForecast, drawn: StepForecast) -> StepForecast:
+    """Return a step of one pass with the peak that it has where a draw takes two."""
+    more = max(0, drawn.peak_bytes - step.peak_bytes)
+    return replace(
+        step,
+        peak_bytes=step.peak_bytes + more,
+        reserved_bytes=max(step.reserved_bytes, drawn.reserved_bytes),
+        step_bytes=max(step.step_bytes, drawn.step_bytes),
+        components={**step.components, GRADIENTS: step.components.get(GRADIENTS, 0) + more},
+    )
 
 
 def _probe(spec: RunSpec, card: Card, largest: int, say: Say, prober: Prober) -> Correction:

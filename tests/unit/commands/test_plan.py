@@ -229,7 +229,11 @@ def test_a_logical_batch_of_several_passes_holds_the_sum_of_their_gradients():
     weights = one[0]["step"]["components"]["model_parameters"]
     for alone, summed in zip(one, several, strict=True):
         assert (alone["accumulation"], summed["accumulation"]) == (1, 6)
-        assert summed["step"]["peak_bytes"] - alone["step"]["peak_bytes"] == pytest.approx(weights, rel=0.02)
+        drawn = (
+            weights if alone["method"] == "standard" else 0
+        )  # a Poisson draw may take two passes where one is expected
+        assert summed["step"]["peak_bytes"] - alone["step"]["peak_bytes"] == pytest.approx(drawn, abs=0.02 * weights)
+        assert sum(alone["step"]["components"].values()) == alone["step"]["peak_bytes"]
         assert summed["logical_seconds"] < 6 * alone["logical_seconds"]  # one update
     assert several == plan(config, settings={"accumulate": 6}, **wish)["methods"]
     with pytest.raises(UserError, match="make a logical batch of 96, not 16"):
