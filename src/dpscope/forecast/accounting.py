@@ -14,7 +14,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from dpscope.errors import UserError
 
 ACCOUNTANTS = ("prv", "rdp")
-MOST_STEPS = 2**22  # that are accounted for: the PRV accountant's memory grows with their root
+MOST_STEPS_ACCOUNTED = 2**22  # that are accounted for: the PRV accountant's memory grows with their root
 EPSILONS = (0.001, 200.0)  # that are accounted for: below, the PRV accountant takes minutes; above, nobody is protected
 USUAL_ERROR = 0.01  # that Opacus's PRV accountant adds to epsilon, unless told otherwise
 
@@ -174,8 +174,8 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
         steps = _most_steps(goal, delta, rate)
     if steps < 1:
         raise UserError("that is less than one step: give more epochs or hours, a larger epsilon, or more noise")
-    if steps > MOST_STEPS:
-        raise UserError(f"{steps} steps are more than can be accounted for ({MOST_STEPS}): train less")
+    if steps > MOST_STEPS_ACCOUNTED:
+        raise UserError(f"{steps} steps are more than can be accounted for ({MOST_STEPS_ACCOUNTED}): train less")
     if goal.noise_multiplier is not None:
         return steps, goal.noise_multiplier
     if goal.epsilon is None:
@@ -203,7 +203,7 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
 
 
 def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
-    """Return the largest number of steps whose epsilon is within the goal; `MOST_STEPS` if it allows more."""
+    """Return the largest number of steps whose epsilon is within the goal; `MOST_STEPS_ACCOUNTED` if it allows more."""
     noise, epsilon = goal.noise_multiplier or 0.0, goal.epsilon or 0.0
 
     def fits(steps: int) -> bool:
@@ -215,9 +215,9 @@ def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
     if not fits(1):
         raise UserError(f"a step at noise multiplier {noise:g} takes more than epsilon {epsilon:g}: add noise")
     low, high = 1, 2
-    while high <= MOST_STEPS and fits(high):
+    while high <= MOST_STEPS_ACCOUNTED and fits(high):
         low, high = high, 2 * high
-    while low < MOST_STEPS and high - low > max(1, low // 1000):
+    while low < MOST_STEPS_ACCOUNTED and high - low > max(1, low // 1000):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
@@ -242,8 +242,8 @@ def _notes(goal: PrivacyGoal, steps: int, spent: dict[str, float | None], error:
         )
     if goal.accountant == "rdp" and prv is not None and rdp is not None and prv < rdp / 2:
         yield f"RDP overstates so small an ε: by PRV it is {prv:.2g}, and --accountant prv needs less noise."
-    if goal.epochs is None and goal.steps is None and steps == MOST_STEPS:
-        yield f"ε allows more than {MOST_STEPS} steps: more are not accounted for."
+    if goal.epochs is None and goal.steps is None and steps == MOST_STEPS_ACCOUNTED:
+        yield f"ε allows more than {MOST_STEPS_ACCOUNTED} steps: more are not accounted for."
 
 
 @contextmanager

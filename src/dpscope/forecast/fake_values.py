@@ -87,7 +87,7 @@ def shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operator such as unique, whose shape depends on values, if the values are known."""
     if func is _SELECT:
         x, mask = args
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
         return x.expand(shape)[mask.expand(shape)]
     if func is _INDEX and any(map(_is_known_mask, args[1])):  # as CUDA does it: masks become places
         places = [index.nonzero().unbind(1) if _is_known_mask(index) else (index,) for index in args[1]]

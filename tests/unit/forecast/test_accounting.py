@@ -149,7 +149,7 @@ def test_the_epochs_that_epsilon_allows_are_found():
 
 
 def test_an_epsilon_that_allows_endless_training_is_said(monkeypatch):
-    monkeypatch.setattr(accounting, "MOST_STEPS", 2**8)
+    monkeypatch.setattr(accounting, "MOST_STEPS_ACCOUNTED", 2**8)
     goal = {"samples": 1000, "logical_batch": 100, "noise_multiplier": 50.0, "epsilon": 8.0}
     found = account(PrivacyGoal(**goal, accountant="rdp"))
     assert found.steps == 256
