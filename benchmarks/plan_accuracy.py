@@ -1,12 +1,17 @@
 """How far `dpscope plan` is from what a GPU measures, over configurations drawn by a seed.
 
+    python benchmarks/plan_accuracy.py all OUT --seed S --budget SECONDS    GPU: everything below, in this order
+
     python benchmarks/plan_accuracy.py predict OUT --seed S    anywhere: every row            -> OUT/predicted.json
     python benchmarks/plan_accuracy.py measure OUT --seed S    GPU: rows, probes, batches     -> OUT/measured.json
     python benchmarks/plan_accuracy.py report OUT              every row, misses, summary     -> OUT/report.md
 
+What OUT holds is not made again: a call that ended early goes on where it stopped, and predictions may be made before,
+on a machine without a GPU. `--dry-run` takes predictions for measurements, to try all this without a GPU.
+
 Largest batches are looked for first, in several processes side by side. Rows follow, each alone on the GPU: its own
 steps, and those of a quarter and half of its batch, from which `report` tells what a probed plan says. A row that fails
-says why and the next one goes on. Everything is written after every row.
+says why and the next one goes on. Everything is written after every row. Nothing begins after `--budget` seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ GIB = 2**30
 ROOM = 125.0  # GiB of the GPU that are filled at a time
 MOST_TRIALS = 8  # of a search for the largest batch
 MARGIN = 0.02  # that a plan leaves free
+SEARCHING = 0.25  # of the time, for the largest batches; what is left of them follows in another call
 # Of the errors' sizes: median, 95th percentile; and the share of rows that are too low by more than the margin.
 BARS = {
     "peak": (0.03, 0.08, 0.02),
@@ -174,13 +180,24 @@ def predict(out: Path, given: argparse.Namespace) -> None:
     from dpscope.forecast.cards import find_card
 
     card, specs = find_card(given.card), draw(given.seed, given.rows)
-    written: Row = {"seed": given.seed, "card": card.name, "rows": [], "largest": []}
+    written: Row = _kept(out / "predicted.json", given.seed) or {"seed": given.seed, "rows": [], "largest": []}
+    written["card"] = card.name
+    done = {row["number"] for row in written["rows"]}
     for number in range(len(specs)) if given.only is None else given.only:
-        written["rows"].append(predict_row(number, specs[number], card))
-        _write(out / "predicted.json", written)
+        if number not in done and time.time() < given.until:
+            written["rows"].append(predict_row(number, specs[number], card))
+            _write(out / "predicted.json", written)
+    looked_for = {(each["number"], each["gib"]) for each in written["largest"]}
     for number, gib in limited(given.seed, specs, given.searches):
-        written["largest"].append(predict_largest(number, specs[number], gib, card))
-        _write(out / "predicted.json", written)
+        if (number, gib) not in looked_for and time.time() < given.until:
+            written["largest"].append(predict_largest(number, specs[number], gib, card))
+            _write(out / "predicted.json", written)
+
+
+def _kept(path: Path, seed: int) -> Row:
+    """What a call before has written for the same seed; nothing otherwise."""
+    found: Row = json.loads(path.read_text()) if path.exists() else {}
+    return found if found.get("seed") == seed else {}
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
@@ -324,32 +341,61 @@ class Workers:
 def measure(out: Path, given: argparse.Namespace) -> None:
     begin = time.time()
     specs = draw(given.seed, given.rows)
-    machine = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-c", "print('no GPU (dry run)')" if given.dry_run else MACHINE]
+    machine = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     predicted = json.loads((out / "predicted.json").read_text())
-    chosen = range(len(specs)) if given.only is None else given.only
+    kept = _kept(out / "measured.json", given.seed)
+    chosen = [row["number"] for row in predicted["rows"] if given.only is None or row["number"] in given.only]
     rows: dict[int, Row] = {n: {"number": n, "label": specs[n].label, "method": specs[n].method} for n in chosen}
     others: dict[int, Row] = {n: dict(row) for n, row in rows.items() if row["method"] == "standard"}
     searched = [each for each in predicted["largest"] if each.get("largest") and each["number"] in rows]
     largest = [{**rows[each["number"]], "gib": each["gib"]} for each in searched]
+    for kind, found in (("rows", rows.values()), ("others", others.values()), ("largest", largest)):
+        before = {(row["number"], row.get("gib")): row for row in kept.get(kind, []) if "took" in row}
+        for row in found:
+            row.update(before.get((row["number"], row.get("gib")), {}))
 
     def save() -> None:
         figures = {"rows": list(rows.values()), "others": list(others.values()), "largest": largest}
-        about = {"seed": given.seed, "machine": machine}
-        _write(out / "measured.json", {**about, "seconds": time.time() - begin, **figures})
+        seconds = kept.get("seconds", 0.0) + time.time() - begin
+        _write(out / "measured.json", {"seed": given.seed, "machine": machine, "seconds": seconds, **figures})
 
-    workers = Workers(save)
-    needs = {row["number"]: 2 + 1.2 * row.get("peak_bytes", 30 * GIB) / GIB for row in predicted["rows"]}
+    guesses = {row["number"]: row for row in predicted["rows"]}
+    needs = {n: 2 + 1.2 * row.get("peak_bytes", 30 * GIB) / GIB for n, row in guesses.items()}
     compared = [Task("others", row, (specs[n],), 1.0) for n, row in others.items()]
     searches = [
         Task("largest", row, (specs[each["number"]], each["gib"], each["largest"]), each["gib"] + 2)
         for row, each in zip(largest, searched, strict=True)
     ]
-    workers.run([*searches, *compared], given.workers, begin + 0.25 * given.seconds)
-    workers.keep(1)
-    workers.run([Task("row", row, (specs[n],), needs[n]) for n, row in rows.items()], 1, begin + given.seconds)
+    measured = [Task("row", row, (specs[n],), needs[n]) for n, row in rows.items()]
+    todo = [[task for task in tasks if "took" not in task.row] for tasks in ([*searches, *compared], measured)]
+    save()
+    if given.dry_run:
+        for task in (*todo[0], *todo[1]):
+            task.row |= {**_pretended(task, guesses[task.row["number"]]), "took": 0.0}
+        save()
+    else:
+        workers = Workers(save)
+        workers.run(todo[0], given.workers, begin + SEARCHING * (given.until - begin))
+        workers.keep(1)
+        workers.run(todo[1], 1, given.until)
     done = [sum("took" in row for row in found) for found in (rows.values(), others.values(), largest)]
     print(f"{done} of {len(rows)} rows, {len(others)} others, {len(largest)} searches: {time.time() - begin:.0f} s")
-    report(out)
+
+
+def _pretended(task: Task, guess: Row) -> Row:
+    """A measurement that is as predicted."""
+    if task.kind == "others" or "peak_bytes" not in guess:
+        return {}
+    if task.kind == "largest":
+        return {"largest": task.arguments[2], "smallest_failing": task.arguments[2] + 1, "tried": {}}
+    sizes = [*probe_sizes(task.arguments[0]), task.arguments[0].batch_size]
+    names = ("peak_bytes", "seconds", "gpu_seconds")
+    *probes, alone = (
+        {"batch_size": size, **{name: step[name] for name in names}}
+        for size, step in zip(sizes, [*guess["smaller"], guess], strict=True)
+    )
+    return {"alone": alone, "probes": probes}
 
 
 def _memtracker(spec: RunSpec) -> int:
@@ -514,20 +560,27 @@ def _numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("predict", "measure", "report"))
+    parser.add_argument("stage", choices=("all", "predict", "measure", "report"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=44)
-    parser.add_argument("--seconds", type=float, default=360.0, help="no row begins later")
+    parser.add_argument(
+        "--budget", "--seconds", type=float, default=360.0, help="seconds after which nothing begins; 0: no limit"
+    )
     parser.add_argument("--searches", type=int, default=12)
     parser.add_argument("--workers", type=int, default=4, help="processes where only memory is measured")
     parser.add_argument("--only", type=_numbers, help="rows to predict or measure [default: all]")
     parser.add_argument("--card", default="h200")
+    parser.add_argument("--dry-run", action="store_true", help="take predictions for measurements")
     given = parser.parse_args()
-    if given.stage == "report":
+    stages = ("predict", "measure") if given.stage == "all" else (given.stage,)
+    begin = time.time()
+    for number, stage in enumerate(stages):
+        given.until = begin + (given.budget or math.inf) * (number + 1) / len(stages)  # half for predictions
+        if stage != "report":
+            {"predict": predict, "measure": measure}[stage](given.out, given)
+    if given.stage != "predict":
         report(given.out)
-    else:
-        {"predict": predict, "measure": measure}[given.stage](given.out, given)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from opacus.accountants.utils import get_noise_multiplier
 from dpscope.errors import UserError
 
 ACCOUNTANTS = ("prv", "rdp")
-STEPS_TRIED = 2**24
-LARGEST_EPSILON = 200  # that is accounted for: it protects nobody, and the PRV accountant takes minutes for more
+MOST_STEPS_ACCOUNTED = 2**22  # that are accounted for: the PRV accountant's memory grows with their root
+EPSILONS = (0.001, 200.0)  # that are accounted for: below, the PRV accountant takes minutes; above, nobody is protected
+USUAL_ERROR = 0.01  # that Opacus's PRV accountant adds to epsilon, unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class Privacy:
     epochs: float
     noise_multiplier: float
     delta: float
-    epsilon: dict[str, float]  # by accountant
+    epsilon: dict[str, float | None]  # by accountant; None if it cannot tell
     accountant: str  # by which the noise multiplier, or the number of steps, was found
+    eps_error: float  # that the PRV accountant adds to epsilon
     notes: tuple[str, ...] = ()
 
 
@@ -51,8 +53,12 @@ class PrivacyGoal:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"{name.replace('_', ' ')} must be a number above 0, not {value}")
-        if self.delta is not None and self.delta >= 1:
-            raise UserError(f"delta must be below 1, not {self.delta}: below 1 / samples is usual")
+        if self.delta is not None and self.delta >= 0.5:
+            raise UserError(f"delta must be below 1/2, not {self.delta}: below 1 / samples is usual")
+        least, most = EPSILONS
+        if self.epsilon is not None and not least <= self.epsilon <= most:
+            why = "Opacus's accountants cannot tell less" if self.epsilon < least else "more protects nobody"
+            raise UserError(f"epsilon must be between {least:g} and {most:g}, not {self.epsilon:g}: {why}")
         if not 1 <= self.logical_batch <= self.samples:
             raise UserError(
                 f"a logical batch of {self.logical_batch} needs as many samples, and there are {self.samples}"
@@ -76,19 +82,25 @@ def account(goal: PrivacyGoal) -> Privacy:
     rate = goal.sample_rate
     with _quiet():
         steps, noise = _solved(goal, delta, rate)
-        about = epsilon_of(noise, rate, steps, delta, "rdp")
-        if not about <= LARGEST_EPSILON:
+        about = goal.epsilon or epsilon_of(noise, rate, steps, delta, "rdp")
+        if not about <= EPSILONS[1]:
             raise UserError(
                 f"{steps} steps at noise multiplier {noise:g} take epsilon {about:.3g}, which protects nobody: add "
                 "noise, or train less"
             )
-        spent = {name: epsilon_of(noise, rate, steps, delta, name) for name in ACCOUNTANTS}
-    if goal.epsilon is not None and goal.noise_multiplier is not None and spent[goal.accountant] > goal.epsilon * 1.001:
+        error = prv_error(about)
+        spent = {name: _told(noise, rate, steps, delta, name, error) for name in ACCOUNTANTS}
+        told = spent[goal.accountant]
+        if told is None:
+            raise UserError(_cannot_tell(goal.accountant))
+        if goal.epsilon is None and (finer := prv_error(spent["prv"] or about)) < error:
+            error = finer
+            spent["prv"] = _told(noise, rate, steps, delta, "prv", error)
+    if goal.epsilon is not None and goal.noise_multiplier is not None and told > goal.epsilon * 1.001:
         most = _most_steps(goal, delta, rate)
         raise UserError(
-            f"{steps / goal.batches:.4g} epochs at noise multiplier {noise:g} take epsilon "
-            f"{spent[goal.accountant]:.3g}: epsilon {goal.epsilon:g} allows {most / goal.batches:.3g} epochs, or leave "
-            "one of the three open"
+            f"{steps / goal.batches:.4g} epochs at noise multiplier {noise:g} take epsilon {told:.3g}: epsilon "
+            f"{goal.epsilon:g} allows {most / goal.batches:.3g} epochs, or leave one of the three open"
         )
     return Privacy(
         samples=goal.samples,
@@ -101,15 +113,51 @@ def account(goal: PrivacyGoal) -> Privacy:
         delta=delta,
         epsilon=spent,
         accountant=goal.accountant,
-        notes=tuple(_notes(goal)),
+        eps_error=error,
+        notes=tuple(_notes(goal, steps, spent, error)),
     )
 
 
-def epsilon_of(noise: float, rate: float, steps: int, delta: float, accountant: str) -> float:
+def prv_error(epsilon: float) -> float:
+    """Return the error that the PRV accountant may add to an epsilon: Opacus's, if it is from a tenth to a thousandth.
+
+    With Opacus's 0.01, an epsilon of 0.01 needs endless noise, and one of 100 takes minutes.
+    """
+    error = max(min(USUAL_ERROR, epsilon / 10), epsilon / 1000)
+    return float(f"{error:.1g}")  # a number that can be typed
+
+
+def _options(accountant: str, error: float) -> dict[str, float]:
+    """Return what the accountant's `get_epsilon` is asked with, beside delta."""
+    return {"eps_error": error} if accountant == "prv" and error != USUAL_ERROR else {}
+
+
+def epsilon_of(
+    noise: float, rate: float, steps: int, delta: float, accountant: str, error: float = USUAL_ERROR
+) -> float:
     """Return epsilon after so many steps, as Opacus's accountant says."""
     counted = create_accountant(mechanism=accountant)
     counted.history = [(noise, rate, steps)]
-    return float(counted.get_epsilon(delta=delta))
+    return float(counted.get_epsilon(delta=delta, **_options(accountant, error)))
+
+
+_FAILURES = (ValueError, RuntimeError, MemoryError)  # of Opacus's accountants, where their numbers do not suffice
+
+
+def _told(noise: float, rate: float, steps: int, delta: float, accountant: str, error: float) -> float | None:
+    """Return epsilon; None if the accountant cannot tell it."""
+    try:
+        return epsilon_of(noise, rate, steps, delta, accountant, error)
+    except _FAILURES:
+        return None
+
+
+def _cannot_tell(accountant: str) -> str:
+    other = next(name for name in ACCOUNTANTS if name != accountant)
+    return (
+        f"Opacus's {accountant.upper()} accountant cannot tell epsilon of this: try --accountant {other}, or a larger "
+        "delta"
+    )
 
 
 def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
@@ -126,42 +174,56 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
         steps = _most_steps(goal, delta, rate)
     if steps < 1:
         raise UserError("that is less than one step: give more epochs or hours, a larger epsilon, or more noise")
+    if steps > MOST_STEPS_ACCOUNTED:
+        raise UserError(f"{steps} steps are more than can be accounted for ({MOST_STEPS_ACCOUNTED}): train less")
     if goal.noise_multiplier is not None:
         return steps, goal.noise_multiplier
     if goal.epsilon is None:
         raise UserError("the noise is open: give --epsilon or --noise-multiplier")
     length = {"steps": steps} if goal.steps is not None else {"epochs": goal.epochs}
+    options = _options(goal.accountant, error := prv_error(goal.epsilon))
+    if options:
+        options["epsilon_tolerance"] = error
     try:
         noise = get_noise_multiplier(
-            target_epsilon=goal.epsilon, target_delta=delta, sample_rate=rate, accountant=goal.accountant, **length
+            target_epsilon=goal.epsilon,
+            target_delta=delta,
+            sample_rate=rate,
+            accountant=goal.accountant,
+            **length,
+            **options,
         )
-    except ValueError as error:
-        raise UserError(f"no noise gives epsilon {goal.epsilon:g} ({error}): ask for more, or train less") from None
+    except _FAILURES:
+        other = next(name for name in ACCOUNTANTS if name != goal.accountant)
+        raise UserError(
+            f"Opacus's {goal.accountant.upper()} accountant finds no noise for epsilon {goal.epsilon:g} at delta "
+            f"{delta:.1e}: try --accountant {other}, ask for more, or train less"
+        ) from None
     return steps, float(noise)
 
 
 def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
-    """Return the largest number of steps whose epsilon is within the goal."""
-    assert goal.epsilon is not None
-    assert goal.noise_multiplier is not None
+    """Return the largest number of steps whose epsilon is within the goal; `MOST_STEPS_ACCOUNTED` if it allows more."""
+    noise, epsilon = goal.noise_multiplier or 0.0, goal.epsilon or 0.0
 
     def fits(steps: int) -> bool:
-        return epsilon_of(goal.noise_multiplier or 0, rate, steps, delta, goal.accountant) <= (goal.epsilon or 0)
+        try:
+            return epsilon_of(noise, rate, steps, delta, goal.accountant, prv_error(epsilon)) <= epsilon
+        except _FAILURES:
+            raise UserError(_cannot_tell(goal.accountant)) from None
 
     if not fits(1):
-        raise UserError(
-            f"a step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
-        )
+        raise UserError(f"a step at noise multiplier {noise:g} takes more than epsilon {epsilon:g}: add noise")
     low, high = 1, 2
-    while high < STEPS_TRIED and fits(high):
+    while high <= MOST_STEPS_ACCOUNTED and fits(high):
         low, high = high, 2 * high
-    while high - low > max(1, low // 1000):
+    while low < MOST_STEPS_ACCOUNTED and high - low > max(1, low // 1000):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def _notes(goal: PrivacyGoal) -> Iterator[str]:
+def _notes(goal: PrivacyGoal, steps: int, spent: dict[str, float | None], error: float) -> Iterator[str]:
     expected = int(goal.samples * goal.sample_rate)
     if expected != goal.logical_batch:
         yield (
@@ -172,6 +234,16 @@ def _notes(goal: PrivacyGoal) -> Iterator[str]:
         yield (
             f"δ = {goal.delta:g} is not below 1 / samples: it allows to publish a whole sample. Give a smaller --delta."
         )
+    prv, rdp = spent["prv"], spent["rdp"]
+    if error != USUAL_ERROR and prv is not None:
+        yield (
+            f"Opacus's PRV accountant adds {USUAL_ERROR} to ε unless told otherwise. This plan tells it: ask for the "
+            f"same ε with engine.accountant.get_epsilon(delta, eps_error={error:.3g})."
+        )
+    if goal.accountant == "rdp" and prv is not None and rdp is not None and prv < rdp / 2:
+        yield f"RDP overstates so small an ε: by PRV it is {prv:.2g}, and --accountant prv needs less noise."
+    if goal.epochs is None and goal.steps is None and steps == MOST_STEPS_ACCOUNTED:
+        yield f"ε allows more than {MOST_STEPS_ACCOUNTED} steps: more are not accounted for."
 
 
 @contextmanager

@@ -109,6 +109,21 @@ def _drop_out(input: Tensor, p: float, train: bool) -> Tensor:
     return dropped
 
 
+def grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the tensor that _grouped_mm makes on CUDA, in any format: torch's rule for fake tensors takes bf16 alone.
+
+    Rows begin at 16-byte words.
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        assert offsets is not None
+        shape = [len(offsets), a.shape[0], b.shape[1]]
+    else:
+        shape = [*(a.shape[:-1] if b.dim() == 3 else a.shape[1:-1]), b.shape[-1]]
+    width = 16 // a.element_size()
+    row = -(-shape[-1] // width) * width
+    return torch.empty_strided(shape, [shape[-2] * row, row, 1][-len(shape) :], dtype=a.dtype, device=a.device)
+
+
 # -- what operators allocate and free inside themselves ----------------------------------------------------------------
 
 

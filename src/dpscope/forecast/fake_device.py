@@ -27,7 +27,7 @@ from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast import fake_values
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
-from dpscope.forecast.cuda_operators import cuda_operators
+from dpscope.forecast.cuda_operators import cuda_operators, grouped_product
 from dpscope.forecast.fake_autocast import fake_autocast
 from dpscope.forecast.remembered_results import RememberedResults
 
@@ -51,7 +51,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
-        yield FakeDevice(allocator, run)
+        yield FakeDevice(allocator, run, mode)
 
 
 # Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
@@ -63,6 +63,7 @@ _RANGES = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
+_READING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _USUAL_TYPES = ((), (FakeTensor,))
 
 
@@ -78,6 +79,7 @@ class _Mode(FakeTensorMode):
         self._results = RememberedResults(self)
         self._handles: dict[str, Any] = {}  # of collectives, which are all done at once
         self._is_inside = False
+        self.routes_rows = False  # to experts, which values choose
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -96,8 +98,8 @@ class _Mode(FakeTensorMode):
             kwargs = {**kwargs, "device": DEVICE}
         if self._is_inside:
             return self._results.call(func, args, kwargs, partial(self._compute, func, types))
-        if fake_values.reads_values(func):
-            return fake_values.read(func, args)
+        if func in _READING:
+            return fake_values.read(func, args, kwargs)
         self._is_inside = True
         try:
             result = self._results.call(func, args, kwargs, partial(self._compute, func, types))
@@ -117,6 +119,10 @@ class _Mode(FakeTensorMode):
             return None
         if name in self._handles:
             return args[0], self._handles[name]
+        if name == "aten::_grouped_mm":
+            self.routes_rows = True
+            with self:
+                return grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if name in _COLLECTIVES:
             self._handles[name] = result[1]
@@ -126,9 +132,15 @@ class _Mode(FakeTensorMode):
 class FakeDevice:
     """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
-    def __init__(self, allocator: Allocator, run: DryRun) -> None:
+    def __init__(self, allocator: Allocator, run: DryRun, mode: _Mode) -> None:
         self.allocator = allocator
         self.run = run
+        self._mode = mode
+
+    @property
+    def routes_rows(self) -> bool:
+        """True if a model has sent rows to experts: where a sample's rows are then, values alone tell."""
+        return self._mode.routes_rows
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
         """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
@@ -138,10 +150,9 @@ class FakeDevice:
         shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
         if not tensor.is_floating_point() and math.prod(shape) <= fake_values.LARGEST_VALUE:
-            if shape != tensor.shape:
-                with _disable_current_modes():
-                    tensor = tensor[torch.arange(shape[0]) % len(tensor)]
-            fake_values.know(fake, tensor)
+            with _disable_current_modes():
+                value = tensor if shape == tensor.shape else tensor[torch.arange(shape[0]) % len(tensor)]
+                fake_values.know(fake, value.clone())  # a model may write into what it is given
         return fake
 
 
@@ -176,7 +187,14 @@ def _patches(card: Card) -> Iterator[Any]:
         if hasattr(sys.modules.get(name), "is_fake_tensor"):  # its models take a fake tensor for one that is exported
             yield patch(f"{name}.is_fake_tensor", lambda tensor: False)
     if (triton := sys.modules.get("triton")) is not None:
-        yield patch.object(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None)
+        yield patch.object(triton.runtime.jit.JITFunction, "run", _launched)
+
+
+def _launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """Do what a Triton kernel does here: nothing, but what it may have written is not known any more."""
+    for each in args:
+        if isinstance(each, FakeTensor) and each.is_floating_point():
+            fake_values.forget(each)
 
 
 def _resizing(allocator: Allocator) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
@@ -199,10 +217,12 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return copy
 
 
-def _take(parameter: Tensor, moved: Tensor) -> None:
+def _take(parameter: Any, moved: Any) -> None:
     """Do what `Module.to` and `Module.half` do for a fake parameter, which cannot be swapped with another tensor."""
     if moved is not parameter:
+        fake_values.forget(parameter)
         parameter.data = moved.data
+        parameter.fake_device = moved.fake_device
 
 
 _autocast = torch.amp.autocast_mode.autocast.__init__

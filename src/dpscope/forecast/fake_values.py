@@ -1,7 +1,8 @@
-"""Values of fake tensors which code may read: ids and masks of a batch, counters, short lists of the CPU.
+"""Values of fake tensors which code may read: ids and masks of a batch, counters, and what is made of them.
 
-A value is an attribute of its fake tensor. Whole numbers and scalars that are made of known ones are computed on the
-CPU, and so are a few real numbers of the CPU itself: models make lists of drop-path rates by torch.linspace.
+A value is an attribute of its fake tensor: a real tensor on the CPU. What an operator makes of known values is computed
+there, if it is small. Views of a value share its memory, as their fake tensors do. What is written over with unknown
+values is unknown from then on.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from dpscope.errors import UserError
 
 LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
-LARGEST_LIST = 256  # elements of real numbers on the CPU
-LARGEST_MADE = 2**18  # elements of such that are made of less: tables of positions, causal masks
+LARGEST_MADE = 2**18  # elements of real numbers, and of what is made of less: tables of positions, causal masks
 _VALUE = "known_value"
-_READ, _COMPARE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
 _UNKNOWN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
 
@@ -34,50 +34,70 @@ def know(tensor: Tensor, value: Tensor) -> None:
 
 
 def forget(tensor: Tensor) -> None:
-    """Take the value of a fake tensor for unknown, and with it all that is made of it."""
-    vars(tensor).pop(_VALUE, None)
+    """Take the value of a fake tensor for unknown, and with it that of its views and all that is made of it later."""
+    value = vars(tensor).pop(_VALUE, None)
+    if value is not None and value.untyped_storage().resizable():
+        value.untyped_storage().resize_(0)  # which its views share
 
 
-def reads_values(func: Any) -> bool:
-    """Return whether an operator's result is a value."""
-    return func is _READ or func is _COMPARE
+def _value_of(tensor: FakeTensor) -> Tensor | None:
+    value: Tensor | None = tensor.__dict__.get(_VALUE)
+    if value is None or (value.numel() and not value.untyped_storage().nbytes()):
+        return None
+    return value
 
 
-def read(func: Any, args: Any) -> Any:
+def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operator that reads values, or raise `ReadsValues` if they are not known."""
-    known = _known_arguments(func, args, {})
-    if known is None and func is _COMPARE:
-        raise ReadsValues("the model compares tensors of which a plan knows the shapes alone")
+    known = _known_arguments(func, args, kwargs)
     if known is None:
+        reads = "compares tensors" if len(_tensors(args)) > 1 else "reads the value of a tensor"
         raise ReadsValues(
-            "the model reads the value of a tensor (.item(), a comparison in an if), and a plan knows shapes alone: "
-            "measure it on a GPU (dpscope compare)"
+            f"the model {reads} (.item(), a comparison in an if), and a plan knows shapes alone: measure it on a GPU "
+            "(dpscope compare)"
         )
     with _disable_current_modes():
-        return func(*known[0])
+        return func(*known[0], **known[1])
 
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Compute the value of an operator's result, if those of its arguments are known, and the result is small."""
-    if type(result) is FakeTensor and not _may_be_read(result):
+    writes = func._schema.is_mutable
+    if type(result) is FakeTensor and not writes and not _may_be_read(result):
         return  # most of them
     known = _known_arguments(func, args, kwargs)
-    if known is None or not _is_followed(result, known):
-        return
-    with _disable_current_modes():
-        try:
-            value = func(*known[0], **known[1])
-        except (RuntimeError, NotImplementedError, TypeError):
+    if known is not None and _is_followed(func, result, known):
+        with _disable_current_modes():
+            try:
+                value = func(*known[0], **known[1])
+            except (RuntimeError, NotImplementedError, TypeError):
+                value = None
+        if value is not None:
+            for fake, each in zip(_tensors(result), _tensors(value), strict=True):
+                know(fake, each)
             return
-    for fake, each in zip(_tensors(result), _tensors(value), strict=True):
-        know(fake, each)
+    if writes:
+        for argument, given in zip(func._schema.arguments, (*args, *kwargs.values()), strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(given):
+                    forget(tensor)
 
 
 def shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operator such as unique, whose shape depends on values, if the values are known."""
+    if func is _SELECT:
+        x, mask = args
+        shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+        return x.expand(shape)[mask.expand(shape)]
+    if func is _INDEX and any(map(_is_known_mask, args[1])):  # as CUDA does it: masks become places
+        places = [index.nonzero().unbind(1) if _is_known_mask(index) else (index,) for index in args[1]]
+        return func(args[0], [each for several in places for each in several])
     known = _known_arguments(func, args, kwargs)
     if known is None:
-        raise ReadsValues(f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know")
+        raise ReadsValues(
+            f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know: measure the "
+            "model on a GPU (dpscope compare)"
+        )
     with _disable_current_modes():
         value = func(*known[0], **known[1])
     device = _tensors((args, kwargs))[0].device
@@ -85,6 +105,10 @@ def shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     for fake, each in zip(tree_leaves(results), tree_leaves(value), strict=True):
         know(fake, each)
     return results
+
+
+def _is_known_mask(index: FakeTensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8) and _value_of(index) is not None
 
 
 def _known_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -97,7 +121,7 @@ def _known_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     flat, spec = tree_flatten((args, kwargs))
     values = []
     for leaf in flat:
-        value = leaf.__dict__.get(_VALUE) if isinstance(leaf, FakeTensor) else leaf
+        value = _value_of(leaf) if isinstance(leaf, FakeTensor) else leaf
         if value is None and leaf is not None:
             return None
         values.append(torch.device("cpu") if isinstance(leaf, torch.device) else value)
@@ -105,18 +129,17 @@ def _known_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     return found
 
 
-def _is_followed(result: Any, known: tuple[Any, Any]) -> bool:
-    """Return whether all results of an operator are small enough, and may be read."""
+def _is_followed(func: Any, result: Any, known: tuple[Any, Any]) -> bool:
+    """Return whether all results of an operator are small enough, and none is a table of random numbers."""
     made = _tensors(result)
     most = min(LARGEST_VALUE, max(LARGEST_MADE, 4 * sum(each.numel() for each in _tensors(known))))
-    return bool(made) and all(each.numel() <= most and _may_be_read(each) for each in made)
+    draws = torch.Tag.nondeterministic_seeded in func.tags and any(each.dim() for each in made)
+    return bool(made) and not draws and all(each.numel() <= most and _may_be_read(each) for each in made)
 
 
 def _may_be_read(tensor: Tensor) -> bool:
-    """Return whether code may read a tensor like this: a scalar, whole numbers, or a short list of the CPU."""
-    if not tensor.dim() or not tensor.is_floating_point():
-        return True
-    return tensor.device.type == "cpu" and tensor.numel() <= LARGEST_LIST
+    """Return whether code may read a tensor like this: whole numbers, or a few real ones."""
+    return not tensor.is_floating_point() or tensor.numel() <= LARGEST_MADE
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpscope.errors import UserError
+from dpscope.random_states import random_states_kept
+from dpscope.units import format_bytes
 
 MARGIN = 0.05
 MOST_TRIALS = 8
 # Tensors of a parameter's size that an optimizer makes in its first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 0}
+
+
+_NO_ROOM = re.compile("CUDA out of memory|STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,12 @@ def find_physical_batch(
     most: int = 4096,
     margin: float = MARGIN,
     memory: DeviceMemory | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Find the largest physical batch that trains on this GPU, for `BatchMemoryManager`.
 
-    Forward and backward passes of growing batches are tried; no optimizer step is taken, so that parameters, noise and
-    the accountant are as before. Running out of memory in a trial leaves the process usable.
+    Forward and backward passes of growing batches are tried; no optimizer step is taken, so that parameters, noise,
+    random numbers and the accountant are as before. Running out of memory in a trial leaves the process usable.
 
     Args:
         step: Takes a batch and returns its loss, as the training loop computes it before `loss.backward()`.
@@ -52,6 +59,7 @@ def find_physical_batch(
         most: The largest batch to look for, such as the logical batch.
         margin: The share of the GPU's memory to leave free.
         memory: Memory counters of another device than CUDA.
+        say: Called with a line about each trial, and about what was found and left free: `say=print`.
 
     Returns:
         The number of samples.
@@ -67,15 +75,20 @@ def find_physical_batch(
     if not 0 <= margin < 1:
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")
     memory = memory or _cuda_memory(batch)
-    allowed = int(memory.limit() * (1 - margin)) - _states_to_come(optimizer)
+    states, sums = _states_to_come(optimizer), _trained_bytes(optimizer)  # sums: of gradients, between passes of a step
+    allowed = int(memory.limit() * (1 - margin)) - states - sums
     peaks: dict[int, int] = {}  # by batch
     largest, failing = 0, most + 1
     for _ in range(MOST_TRIALS):
         size = _next_size(peaks, largest, failing, allowed)
         if size <= largest:
             break
-        peak = _trial(step, batch, size, optimizer, memory)
-        if peak is None or peak > allowed:
+        with random_states_kept(list(_gpus_of(batch))):
+            peak = _trial(step, batch, size, optimizer, memory)
+        fits = peak is not None and peak <= allowed
+        took = "ran out of memory" if peak is None else f"took {format_bytes(peak)}"
+        say(f"a batch of {size} {took}, and {format_bytes(allowed)} are allowed")
+        if peak is None or not fits:
             failing = size
         else:
             largest = size
@@ -84,7 +97,15 @@ def find_physical_batch(
         raise UserError(
             "not even one sample fits into this GPU's memory: checkpoint blocks, train adapters, or use a larger card"
         )
+    say(
+        f"physical batch: {largest}. {margin:.0%} of {format_bytes(memory.limit())} are left free, and "
+        f"{format_bytes(states + sums)} for the optimizer's states and sums of gradients."
+    )
     return largest
+
+
+def _gpus_of(batch: Any) -> set[torch.device]:
+    return {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cuda}
 
 
 def _next_size(peaks: dict[int, int], largest: int, failing: int, allowed: int) -> int:
@@ -106,7 +127,9 @@ def _trial(
     try:
         step(_repeated(batch, size)).mean().backward()  # type: ignore[no-untyped-call]
         return memory.peak()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # cuBLAS and cuDNN have sentences of their own for it
+        if not isinstance(error, torch.OutOfMemoryError) and not _NO_ROOM.search(str(error)):
+            raise
         return None
     finally:
         optimizer.zero_grad(set_to_none=True)
@@ -126,12 +149,15 @@ def _states_to_come(optimizer: Optimizer) -> int:
     if plain.state:
         return 0
     copies = _STATES.get(type(plain).__name__, int(any(group.get("momentum") for group in plain.param_groups)))
-    return sum(copies * p.nbytes for group in plain.param_groups for p in group["params"] if p.requires_grad)
+    return copies * _trained_bytes(optimizer)
+
+
+def _trained_bytes(optimizer: Optimizer) -> int:
+    return sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
 def _cuda_memory(batch: Any) -> DeviceMemory:
-    devices = {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-    device = next((each for each in devices if each.type == "cuda"), None)
+    device = next(iter(_gpus_of(batch)), None)
     if device is None:
         raise UserError("memory is counted on CUDA alone: give a batch that lies on a GPU, or a batch size of your own")
 

@@ -15,10 +15,11 @@ from dpscope.forecast.cards import CARDS, Card, find_card
 from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited_by, memory_limit
 from dpscope.forecast.probe import Correction, Probe, Say
 from dpscope.forecast.side_by_side import run_side_by_side
-from dpscope.forecast.step import StepForecast, forecast_step
+from dpscope.forecast.step import MOST_PASSES, StepForecast, forecast_step
 from dpscope.packages import version_of
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.configs import LoraSettings, WorkloadConfig, find_workload, with_lora
@@ -58,6 +59,8 @@ class Wish:
             raise UserError("the price depends on how long to train: give --samples, and --epochs or --hours")
         if self.samples is not None:
             self.goal()  # which checks the rest
+        if self.card is not None:
+            find_card(self.card)
 
     @property
     def logical(self) -> int:
@@ -114,8 +117,6 @@ def plan(
         predicted
     """
     asked = Wish(**wish)
-    # Wrong input is said before anything runs. Without hours, steps and noise follow without the step time.
-    spent = account(asked.goal()) if asked.is_private and asked.hours is None else None
     config = find_workload(workload)
     specs = [
         RunSpec(
@@ -127,11 +128,16 @@ def plan(
         )
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
+    asked = _with_passes(asked, specs[0])
     private = any(resolve_method(spec.method).private for spec in specs)
     if private and asked.hours is not None and asked.epsilon is None and asked.noise_multiplier is None:
         raise UserError("the noise is open: give --epsilon or --noise-multiplier")
     if prober is not None and specs[0].world_size > 1:
         raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
+    spent = None
+    if asked.is_private and asked.hours is None:  # wrong input is said before anything runs
+        say("noise and epsilon")
+        spent = account(asked.goal())
     card, remarks = _card_for(asked, specs, say)
     workers = workers if prober is None else 1
     build_workload(config, batch_size=1, seq_len=seq_len)  # imports what each copy of this process would import
@@ -169,12 +175,26 @@ def plan(
     }
 
 
+def _with_passes(asked: Wish, spec: RunSpec) -> Wish:
+    """Return the wish with the logical batch that `--batch-size` and `--accumulate` make."""
+    if asked.batch_size is None or spec.accumulate == 1:
+        return asked
+    logical = spec.logical_batch_size
+    if asked.logical_batch not in (None, logical):
+        raise UserError(
+            f"--batch-size {asked.batch_size}, {spec.accumulate} times on {spec.world_size} GPU(s), make a logical "
+            f"batch of {logical}, not {asked.logical_batch}: leave out --accumulate or --logical-batch"
+        )
+    return replace(asked, logical_batch=logical)
+
+
 def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[str]]:
     if asked.card is not None:
         return find_card(asked.card), []
     if asked.batch_size is None:
         raise UserError("the card and the batch are both open: give --gpu, or --batch-size to find the smallest card")
     spec = next((each for each in specs if resolve_method(each.method).private), specs[0])
+    spec = replace(spec, accumulate=math.ceil(asked.logical / spec.world_size / spec.batch_size))
     for card in sorted(CARDS.values(), key=lambda each: each.memory_gib):
         say(f"{spec.method} on {card.title}")
         try:
@@ -190,43 +210,68 @@ def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[s
 def _plan_method(
     spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, prober: Prober | None, say: Say
 ) -> dict[str, Any]:
+    row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": asked.logical}
+    try:
+        return row | _planned(spec, card, asked, spent, prober, say)
+    except UserError as refusal:  # of the model, or of hours that are too few for this method
+        return {**row, "refused": str(refusal)}
+
+
+def _planned(
+    spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, prober: Prober | None, say: Say
+) -> dict[str, Any]:
     logical, ranks = asked.logical, spec.world_size
     share = math.ceil(logical / ranks)  # of a logical batch, on each process
-    row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
+    most = asked.batch_size or math.ceil(share / spec.accumulate)
+    private = resolve_method(spec.method).private
+    # Passes that follow the first hold the sum of gradients so far. Half of all Poisson draws are larger than expected,
+    # so that private training has such passes even if one is expected.
+    is_summed = private or share > (asked.batch_size or 1)
+    spec = replace(spec, accumulate=MOST_PASSES if is_summed else 1)
     correct: Correction | None = None
-    try:
-        fit = largest_batch(spec, card, asked.batch_size or share, say)
-        if prober is not None and fit.batch:
-            correct = _probe(spec, card, fit.batch, say, prober)
-            fit = _corrected_fit(spec, card, asked.batch_size or share, say, fit, correct)
-    except UserError as refusal:
-        return {**row, "refused": str(refusal)}
-    fits = fit.batch >= (asked.batch_size or 1)
-    row |= {"largest_batch": fit.batch, "peaks": {size: fit.points[size].peak_bytes for size in sorted(fit.points)}}
-    if not fits:
-        batch = asked.batch_size or 1
+    fit = largest_batch(spec, card, most, say)
+    if prober is not None and fit.batch:
+        correct = _probe(spec, card, fit.batch, say, prober)
+        fit = _corrected_fit(spec, card, most, say, fit, correct)
+    row: dict[str, Any] = {
+        "largest_batch": fit.batch,
+        "peaks": {size: fit.points[size].peak_bytes for size in sorted(fit.points)},
+    }
+    batch = asked.batch_size or 1
+    if fit.batch < batch:
         needed = fit.points.get(batch) or forecast_step(replace(spec, batch_size=batch), card, detailed=False)
         return {**row, "needs_bytes": needed.reserved_bytes, "needs_batch": batch}
     # As few passes as a logical batch can take, none of them nearly empty.
     batch = asked.batch_size or min(fit.batch, math.ceil(share / math.ceil(share / fit.batch)))
+    passes = math.ceil(share / batch)
     say(f"{spec.method}: a step of {batch} in detail")
-    step = forecast_step(replace(spec, batch_size=batch), card)
+    step = forecast_step(replace(spec, batch_size=batch, accumulate=passes), card)
+    if passes == 1 and (drawn := fit.points.get(batch)) and correct is None:
+        step = _with_sums(step, drawn)
     if correct is not None:
         step = correct(step, batch)
     row |= {
         "batch_size": batch,
-        "accumulation": math.ceil(share / batch),
+        "accumulation": passes,
         "step": asdict(step),
         "limited_by": limited_by(step),
         "peaks_verifying": step.peaks_verifying,
     }
-    row["samples_per_second"] = batch * ranks / step.seconds
+    row["samples_per_second"] = batch * passes * ranks / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
-    private = resolve_method(spec.method).private
-    try:
-        return row | _training(asked, spent, row["logical_seconds"], ranks, private=private)
-    except UserError as refusal:  # of hours that are too few for this method
-        return {**row, "batch_size": 0, "refused": str(refusal)}
+    return row | _training(asked, spent, row["logical_seconds"], ranks, private=private)
+
+
+def _with_sums(step: StepForecast, drawn: StepForecast) -> StepForecast:
+    """Return a step of one pass with the peak that it has where a draw takes two."""
+    more = max(0, drawn.peak_bytes - step.peak_bytes)
+    return replace(
+        step,
+        peak_bytes=step.peak_bytes + more,
+        reserved_bytes=max(step.reserved_bytes, drawn.reserved_bytes),
+        step_bytes=max(step.step_bytes, drawn.step_bytes),
+        components={**step.components, GRADIENTS: step.components.get(GRADIENTS, 0) + more},
+    )
 
 
 def _probe(spec: RunSpec, card: Card, largest: int, say: Say, prober: Prober) -> Correction:
@@ -268,11 +313,12 @@ def _effects(
     if not planned:
         return []
     spec, row = next((each for each in reversed(planned) if each[1]["batch_size"]), planned[-1])
-    spec = replace(spec, batch_size=row["batch_size"] or row["needs_batch"])
+    passes = row.get("accumulation", MOST_PASSES)
+    spec = replace(spec, batch_size=row["batch_size"] or row["needs_batch"], accumulate=passes)
     before = StepForecast(**row["step"]) if "step" in row else forecast_step(spec, card, attributed=False)
     changes: dict[str, RunSpec] = {}
     if row["batch_size"]:
-        changes["twice the batch"] = replace(spec, batch_size=2 * spec.batch_size)
+        changes["twice the batch"] = replace(spec, batch_size=2 * spec.batch_size, accumulate=math.ceil(passes / 2))
     if not spec.checkpoint_blocks and spec.method in ("standard", "flash"):
         changes["checkpointed blocks"] = replace(spec, checkpoint_blocks=True)
         if spec.method == "flash":
@@ -301,5 +347,5 @@ def _effect(
         "what": what,
         "peak_bytes": after.peak_bytes,
         "peak_ratio": after.peak_bytes / before.peak_bytes,
-        "time_ratio": (after.seconds / changed.batch_size) / (before.seconds / spec.batch_size),
+        "time_ratio": (after.seconds / changed.logical_batch_size) / (before.seconds / spec.logical_batch_size),
     }

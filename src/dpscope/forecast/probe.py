@@ -159,6 +159,8 @@ class Correction:
         """Return a prediction of another size, corrected."""
         probed, predicted, host = self.probes[-1], self.forecasts[-1], self.host_seconds
         gaps = min(max(probed.seconds / slower_of(probed.gpu_seconds, host), 1.0), WAITING)  # between kernels
+        if predicted.host_seconds:
+            host *= step.host_seconds / predicted.host_seconds  # of a step that has more passes
         busy = gaps * probed.gpu_seconds * step.gpu_seconds / predicted.gpu_seconds
         missed = self.missed_bytes(step, batch_size)
         return replace(

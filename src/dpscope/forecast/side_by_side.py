@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -60,10 +62,13 @@ def _receive(receiver: Any) -> tuple[str, Any]:
 
 
 def _report(task: SideTask, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the original's to answer, and it ends its copies
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads of the original are not in its copy
     gc.freeze()  # modules and all else that the original made: nothing to collect
     try:
         answer = DONE, task(lambda line: sender.send((SAID, line)))
     except Exception as error:
         answer = NOT_DONE, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
-    sender.send(answer)
+    with suppress(BrokenPipeError):  # the original was killed
+        sender.send(answer)

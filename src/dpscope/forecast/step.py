@@ -21,7 +21,7 @@ from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
 from dpscope.forecast.fake_world import fake_world
-from dpscope.forecast.work import Work
+from dpscope.forecast.work import Work, slower_of
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.memory.record import Life
 from dpscope.instruments.trace.attribution import CollectiveBytes
@@ -33,7 +33,10 @@ from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
 
 VERIFIED = (True, False, True)  # of steps before the last: flash clipping verifies the model in it
+ACCUMULATES_FROM = 2  # the number of the first step that has all of its passes
+MOST_PASSES = 2  # of a step that are run: those that follow take as much as the second
 ROUNDED_BLOCK = 0.005  # by which peaks of equal steps may differ, because blocks are larger than what they hold
+_OF_FAKES = ("FakeTensor", "DataDependent", "DynamicOutput", "AssertionError")  # in what torch says of fake tensors
 SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
 
 
@@ -83,15 +86,18 @@ def forecast_step(
             trainer = _trainer(spec, small)
             if not alone:  # a model that is sharded is whole where it is born, unless that is nowhere (meta)
                 device.allocator.begin_again(limit)
-            batches = [tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)] * spec.accumulate
+            fake = tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)
+            batches = [fake] * min(spec.accumulate, MOST_PASSES)
             return _step(spec, card, device, trainer, batches, detailed, attributed)
     except (UserError, OutOfFakeMemory):
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        is_of_fakes = any(word in said for word in _OF_FAKES)
+        advice = "make every tensor inside of the workload's functions, or measure it" if is_of_fakes else "try it"
         raise UserError(
-            f"a step of {spec.method} cannot be followed on fake tensors ({type(error).__name__}: {said}): make every "
-            "tensor inside of the workload's functions, or measure it on a GPU (dpscope compare)"
+            f"a step of {spec.method} cannot be followed on fake tensors ({said}): {advice} on real ones (dpscope "
+            "compare)"
         ) from error
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -118,40 +124,86 @@ def _step(
 ) -> StepForecast:
     # As in training, the first step is verified, and a later one, when the optimizer has its state. What is reserved
     # grows until the third: blocks that were split in one step do not always serve the next.
-    for verifies in VERIFIED:
+    one_pass: _Watched | None = None
+    for number, verifies in enumerate(VERIFIED):
         device.run.verifies = verifies
-        trainer.train_step(*batches)
+        passes = batches if number >= ACCUMULATES_FROM else batches[:1]
+        is_compared = detailed and not verifies and len(passes) < len(batches)
+        with _watching(spec, card) if is_compared else nullcontext() as watched:
+            trainer.train_step(*passes)
+        one_pass = watched or one_pass
+        if device.routes_rows and spec.method == "flash":
+            raise UserError(
+                "the model sends tokens to experts by their values, so flash clipping runs experts sample by sample, "
+                "and a plan cannot tell what that takes: measure it on a GPU (dpscope compare)"
+            )
     device.run.verifies = False
     segments = device.allocator.segments
     segments.step_peak = 0
-    work = Work(card, spec.method, tf32=spec.dtype == "tf32")
-    sent = CollectiveBytes()
-    with work.watching() if detailed else nullcontext(), sent if spec.world_size > 1 else nullcontext():
+    with _watching(spec, card) if detailed else nullcontext() as watched:
         trainer.train_step(*batches)
     steady, peak, reserved = segments.step_peak, segments.peak_allocated, segments.peak_reserved
-    if not detailed:
+    if watched is None:
         return StepForecast(peak, reserved, steady)
     device.run.verifies = StepForecast(peak, reserved, steady).peaks_verifying
     components = _components(trainer, batches, device) if attributed else {}
-    sending = 8e-9 * sum(each["sent_bytes"] for each in sent.collectives.values()) / spec.link_gbps
+    figures = watched.figures()
+    if one_pass is not None:  # each further pass takes what the second took more than the first
+        further = spec.accumulate - len(batches)
+        figures = {name: two + further * (two - one_pass.figures().get(name, 0)) for name, two in figures.items()}
+    gpu, host, sending = (figures[name] for name in ("gpu", "host", "sending"))
+    families: dict[str, list[float]] = {family: [0.0] * 4 for family in watched.work.by_family}
+    for name, value in figures.items():
+        if isinstance(name, tuple):
+            families[name[0]][name[1]] = value
     return StepForecast(
         peak,
         reserved,
         steady,
         {**components, UNATTRIBUTED: peak - sum(components.values())},
-        max(work.seconds, sending),
-        work.gpu_seconds,
-        work.host_seconds,
+        max(slower_of(gpu, host), sending),
+        gpu,
+        host,
         sending,
-        {family: list(total) for family, total in work.by_family.items()},
-        work.operators,
-        work.kernels,
+        families,
+        round(figures["operators"]),
+        round(figures["kernels"]),
     )
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Work of a step, and what it sent to other processes."""
+
+    work: Work
+    sent: CollectiveBytes
+    link_gbps: float
+
+    def figures(self) -> dict[Any, float]:
+        """Return all figures that grow with the passes of a step; those of a family by its name and place."""
+        work = self.work
+        families = work.by_family.items()
+        return {
+            "gpu": work.gpu_seconds,
+            "host": work.host_seconds,
+            "sending": 8e-9 * sum(each["sent_bytes"] for each in self.sent.collectives.values()) / self.link_gbps,
+            "operators": work.operators,
+            "kernels": work.kernels,
+            **{(family, place): value for family, total in families for place, value in enumerate(total)},
+        }
+
+
+@contextmanager
+def _watching(spec: RunSpec, card: Card) -> Iterator[_Watched]:
+    watched = _Watched(Work(card, spec.method, tf32=spec.dtype == "tf32"), CollectiveBytes(), spec.link_gbps)
+    with watched.work.watching(), watched.sent if spec.world_size > 1 else nullcontext():
+        yield watched
 
 
 def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
     with torch.device(DEVICE):
-        model = build_model(workload, spec.param_dtype)
+        # torch.Tensor(…) and torch.FloatTensor(…), of which some models make parameters, are born on the CPU.
+        model = build_model(workload, spec.param_dtype).to(DEVICE)
     make: Any = load_trainer(resolve_method(spec.method))
     eager = spec.settings if spec.compile == EAGER else type(spec.settings)(**{**vars(spec.settings), "compile": EAGER})
     with patch.object(TrainerBase, "noise_generator", lambda trainer: None):  # there is no device to draw on

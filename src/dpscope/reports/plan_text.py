@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.vocabulary.components import UNATTRIBUTED
 
 PlanPart = Mapping[str, Any]
 
@@ -55,17 +56,25 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
             f"{format_bytes(card['limit_bytes'])} are there.{smaller}"
         )
     peak = format_bytes(row["step"]["peak_bytes"])
-    sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')}"
+    sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {_called(row['limited_by'])}"
     if row["peaks_verifying"]:
         sentence += f", while the model is verified; other steps take {format_bytes(row['step']['step_bytes'])}"
     sentence += ")"
     if "privacy" in row:
         privacy = row["privacy"]
         epsilon = privacy["epsilon"][privacy["accountant"]]
-        sentence += f"; ε = {epsilon:.3g} at δ = {privacy['delta']:.1e} with σ = {privacy['noise_multiplier']:.4g}"
+        sentence += (
+            f"; ε = {epsilon:.3g} at δ = {privacy['delta']:.1e} after {privacy['epochs']:.4g} epochs with σ = "
+            f"{privacy['noise_multiplier']:.4g}"
+        )
     if "hours" in row:
         sentence += f"; {row['hours']:.3g} hours" + (f", price {row['price']:.2f}" if "price" in row else "")
     return sentence + "."
+
+
+def _called(component: str) -> str:
+    """Return the words for a component. What has no owner in a plan are workspaces of cuBLAS, and rounded blocks."""
+    return "library workspaces" if component == UNATTRIBUTED else component.replace("_", " ")
 
 
 def _cells(row: PlanPart) -> tuple[str, ...]:
@@ -77,13 +86,13 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
     if privacy:
         figures = [
             f"{privacy['noise_multiplier']:.4g}",
-            *(f"{privacy['epsilon'][name]:.3f}" for name in ("prv", "rdp")),
+            *(MISSING if each is None else f"{each:.4g}" for each in map(privacy["epsilon"].get, ("prv", "rdp"))),
         ]
     return (
         row["method"],
         f"{row['batch_size']} × {row['accumulation']}",
         format_bytes(row["step"]["peak_bytes"]),
-        format_ms(1e3 * row["step"]["seconds"]),
+        format_ms(1e3 * row["logical_seconds"]),
         format_throughput(row["samples_per_second"]),
         str(row.get("steps", MISSING)),
         *figures,
@@ -103,7 +112,7 @@ def _components(row: PlanPart) -> str:
     parts = {name: size for name, size in row["step"]["components"].items() if size}
     lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
     lines += [
-        f"  {name.replace('_', ' '):24}{format_bytes(size):>12}"
+        f"  {_called(name):24}{format_bytes(size):>12}"
         for name, size in sorted(parts.items(), key=lambda item: -item[1])
     ]
     peaks = ", ".join(f"{batch}: {format_bytes(peak)}" for batch, peak in row["peaks"].items())

@@ -121,6 +121,9 @@ def _padded_sequences(settings: Any, batch_size: int, length: int, generator: to
     lengths = torch.randint((length + 1) // 2, length + 1, (batch_size, 1), generator=generator)
     mask = _positions(batch_size, length) < lengths
     ids = _tokens(settings, (batch_size, length), generator)
+    end = getattr(settings, "eos_token_id", None)
+    if getattr(settings, "is_encoder_decoder", False) and isinstance(end, int):  # which reads the class at the end
+        ids = torch.where(ids == end, (end + 1) % settings.vocab_size, ids).scatter(1, lengths - 1, end)
     batch = {
         "input_ids": torch.where(mask, ids, settings.pad_token_id),
         "labels": torch.randint(settings.num_labels, (batch_size,), generator=generator),

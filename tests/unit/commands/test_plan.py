@@ -212,12 +212,50 @@ def test_a_probed_plan_has_the_batch_for_which_the_gpu_has_room(monkeypatch):
     assert probed["largest_batch"] < 0.8 * predicted["largest_batch"]
     assert probed["step"]["peak_bytes"] <= small(0.15).usable_bytes
     assert sum(probed["step"]["components"].values()) == probed["step"]["peak_bytes"]
-    assert probed["step"]["seconds"] == pytest.approx(3 * forecast_step_of(config, probed["batch_size"]).gpu_seconds)
+    step = forecast_step_of(config, probed["batch_size"], probed["accumulation"])
+    assert probed["step"]["seconds"] == pytest.approx(3 * step.gpu_seconds)
 
 
-def forecast_step_of(config, batch):
-    spec = RunSpec(workload=config, method="standard", batch_size=batch, seq_len=64, device="cuda")
+def forecast_step_of(config, batch, passes):
+    spec = RunSpec(workload=config, method="standard", batch_size=batch, accumulate=passes, seq_len=64, device="cuda")
     return forecast_step(spec, CARDS["t4"])
+
+
+def test_a_logical_batch_of_several_passes_holds_the_sum_of_their_gradients():
+    """As training by the plan does, whose batches are passes: without it, the peak was too low by all gradients."""
+    wish = {"methods": ["standard", "flash"], "seq_len": 64, "card": "t4", "batch_size": 16, "effects": False}
+    config = make_config("tiny", num_layers=1)
+    one, several = (plan(config, logical_batch=size, **wish)["methods"] for size in (16, 96))
+    weights = one[0]["step"]["components"]["model_parameters"]
+    for alone, summed in zip(one, several, strict=True):
+        assert (alone["accumulation"], summed["accumulation"]) == (1, 6)
+        drawn = (
+            weights if alone["method"] == "standard" else 0
+        )  # a Poisson draw may take two passes where one is expected
+        assert summed["step"]["peak_bytes"] - alone["step"]["peak_bytes"] == pytest.approx(drawn, abs=0.02 * weights)
+        assert sum(alone["step"]["components"].values()) == alone["step"]["peak_bytes"]
+        assert summed["logical_seconds"] < 6 * alone["logical_seconds"]  # one update
+    assert several == plan(config, settings={"accumulate": 6}, **wish)["methods"]
+    with pytest.raises(UserError, match="make a logical batch of 96, not 16"):
+        plan(config, settings={"accumulate": 6}, logical_batch=16, **wish)
+
+
+def test_passes_that_are_not_run_take_what_they_take_where_they_are(monkeypatch):
+    spec = RunSpec(
+        workload=make_config("tiny", num_layers=1),
+        method="flash",
+        batch_size=2,
+        accumulate=4,
+        seq_len=16,
+        device="cuda",
+    )
+    found = forecast_step(spec, CARDS["t4"])
+    monkeypatch.setattr("dpscope.forecast.step.MOST_PASSES", 4)
+    run = forecast_step(spec, CARDS["t4"])
+    assert found.peak_bytes == run.peak_bytes
+    assert found.kernels == pytest.approx(run.kernels, abs=4)  # of constants, which the first two passes make
+    assert found.seconds == pytest.approx(run.seconds, rel=1e-3)
+    assert found.families.keys() == run.families.keys()
 
 
 def test_a_compiled_step_is_said_to_be_predicted_as_an_eager_one():

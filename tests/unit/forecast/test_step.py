@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
 from dpscope.flash.torch_side import dry_run
@@ -248,7 +249,19 @@ def test_an_unknown_card_is_refused_with_the_names_there_are():
         find_card("h300")
 
 
-def test_ddp_takes_what_real_processes_take_for_their_buckets():
+def test_ddp_takes_what_its_real_reducer_takes_for_buckets():
+    """The group has no threads: with gloo's, the last owner of a bucket may be a thread whose frees nobody records."""
+
+    def sent(state, bucket):
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def spread(model):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, sent)
+        return wrapped
+
     def real(wrap):
         """Peak of the CPU's allocator, C++ included, over steps of a model."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -262,9 +275,9 @@ def test_ddp_takes_what_real_processes_take_for_their_buckets():
         changes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
         return max(accumulate(changes))
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        buckets = real(nn.parallel.DistributedDataParallel) - real(lambda model: model)
+        buckets = real(spread) - real(lambda model: model)
     finally:
         torch.distributed.destroy_process_group()
     row = RunSpec(workload=workload_of(mlp_workload), method="standard", batch_size=4, device="cuda")
@@ -297,13 +310,98 @@ def test_operands_that_do_not_fit_row_by_row_are_told_by_their_shapes(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_may_read_a_short_list_that_it_made_on_the_cpu():
+def test_a_model_may_read_a_short_list_that_it_made():
     """As models do for their drop-path rates."""
     with open_device(H200):
-        rates = torch.linspace(0, 0.2, 6, device="cpu").split([2, 4])
-        assert [x.tolist() for x in rates] == [pytest.approx([0.0, 0.04]), pytest.approx([0.08, 0.12, 0.16, 0.2])]
-        with pytest.raises(ReadsValues):
-            torch.linspace(0, 0.2, 6, device=DEVICE).tolist()
+        for device in ("cpu", DEVICE):
+            rates = torch.linspace(0, 0.2, 6, device=device).split([2, 4])
+            assert [x.tolist() for x in rates] == [pytest.approx([0.0, 0.04]), pytest.approx([0.08, 0.12, 0.16, 0.2])]
+        with pytest.raises(ReadsValues, match="reads the value of a tensor"):
+            torch.empty(6, device=DEVICE).tolist()
+
+
+def test_a_model_may_read_and_select_by_what_it_made_of_masks():
+    """As Longformer does for its global attention, and BART for the end of a sequence."""
+    with open_device(H200) as device:
+        mask = device.put(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        added = (1.0 - mask.to(torch.float32)) * -1e4
+        assert bool((added < 0).any())
+        hidden = torch.empty(2, 3, 8, device=DEVICE, requires_grad=True)
+        chosen = hidden[mask.bool(), :]
+        assert chosen.shape == (3, 8)
+        assert hidden[..., 0].masked_select(mask.bool()).shape == (3,)
+        chosen.sum().backward()
+        assert hidden.grad.shape == hidden.shape
+        with pytest.raises(ReadsValues, match="depends on values that a plan does not know"):
+            hidden[hidden > 0]
+        with pytest.raises(ReadsValues, match="compares tensors"):
+            torch.allclose(hidden, hidden.exp())
+
+
+def test_what_is_written_over_with_unknown_values_is_unknown():
+    with open_device(H200):
+        total, unknown = torch.zeros(3, device=DEVICE), torch.empty(3, device=DEVICE)
+        view = total[:2]
+        total[0] = 2.0
+        assert view.tolist() == [2.0, 0.0]
+        total += unknown
+        for each in (total, view, view + 1):
+            with pytest.raises(ReadsValues):
+                each.tolist()
+
+
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.mask = nn.Parameter(torch.FloatTensor(8).uniform_())
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+def masked_workload():
+    return Workload(
+        model=Masked,
+        batch=lambda seed, device: torch.randn(2, 8, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def test_a_parameter_that_is_born_on_the_cpu_moves_to_the_card():
+    row = RunSpec(workload=workload_of(masked_workload), method="flash", batch_size=2, device="cuda")
+    assert forecast_step(row, H200).components["model_parameters"] == 4 * (8 * 8 + 8 + 8)
+
+
+def grouped_workload():
+    """Experts as transformers has them: rows are sorted by expert, and multiplied group by group."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = nn.Linear(16, 4, bias=False), nn.Parameter(torch.randn(4, 16, 16))
+
+        def forward(self, x):
+            rows = x.flatten(0, 1)
+            expert = self.gate(rows).argmax(-1)
+            order = expert.argsort()
+            ends = torch.histc(expert.float(), bins=4, min=0, max=3).cumsum(0).to(torch.int32)
+            made = nn.functional.grouped_mm(rows[order], self.up, offs=ends)
+            return torch.zeros_like(made).index_copy(0, order, made).view_as(x)
+
+    return Workload(
+        model=Experts,
+        batch=lambda seed, device: torch.randn(4, 8, 16, device=device),
+        loss=lambda model, batch: model(batch).square().flatten(1).sum(1),
+    )
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch 2.10 has products of groups")
+def test_products_of_groups_in_float32_are_followed():
+    row = RunSpec(workload=workload_of(grouped_workload), method="standard", batch_size=4, device="cuda")
+    step = forecast_step(row, H200)
+    assert step.components["model_parameters"] == 4 * (4 * 16 + 4 * 16 * 16)
+    with pytest.raises(UserError, match="sends tokens to experts by their values"):
+        forecast_step(replace(row, method="flash"), H200)
 
 
 def test_a_model_that_asks_for_the_gpus_capability_is_told_that_of_the_card():

@@ -71,10 +71,11 @@ class HuggingFaceConfig(WorkloadConfig):
         self.task  # noqa: B018 - refuses an architecture that has no loss here
         for size in _SIZE_NAMES:
             value = self.size(size)
-            if value is not None and not isinstance(value, list):  # an image may have two sides
+            if value is not None and not isinstance(value, list):  # sides of an image, heads of each stage
                 whole_size(size, value)
         _require_few_modules(self.settings)
-        hidden, heads, shared = (self.size(name) for name in ("hidden_dim", "num_heads", "kv_heads"))
+        sizes = (self.size(name) for name in ("hidden_dim", "num_heads", "kv_heads"))
+        hidden, heads, shared = (None if isinstance(size, list) else size for size in sizes)
         if hidden and heads and self.settings.get("head_dim") is None:
             require_divisible(hidden, heads)
         if heads and shared and heads % shared:
