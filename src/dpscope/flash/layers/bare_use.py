@@ -1,13 +1,15 @@
 """An operator that uses a bare parameter: which of its operands have a row for each sample, and per-sample gradients.
 
-y = f(q, x), q a function of parameters, with y[b] = f(q, x[b:b+1])[0]. Shapes tell which operands have
-rows: f runs on one row of each operand of B rows, or of some of them, until it gives one row. The self-test proves it.
+y = f(q, x), q a function of parameters, with y[b] = f(q, x[b:b+1])[0]. This is tested: f runs on random numbers of the
+operands' shapes, on whole batches and row by row, with each operand of B rows split or shared.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -30,6 +32,8 @@ from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 2e-2
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -309,8 +313,7 @@ def learn(
         count = counts.pop()
         if counts or (count % batch if batch else count) or (batch and not count):
             return Constant(tap, called)
-        shapes = [answer.shape for answer in answers]
-        rows = [False] * len(operands) if count < 2 else _find_rows(func, operands, spec, shapes)
+        rows = [False] * len(operands) if count < 2 else _find_rows(func, operands, spec, count)
         if rows is None:  # as many rows by chance, perhaps: verification finds out whether samples have a part in it
             return Constant(tap, called)
         return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch if batch else 1)
@@ -340,26 +343,93 @@ def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
 
-def _find_rows(func: Any, operands: list[Any], spec: Any, shapes: list[torch.Size]) -> list[bool] | str | None:
-    """Return which operands have a row for each row of the result: None if none has, a reason if it is not decided.
-
-    One row of those operands has to give one row of the result. That it is the right one is for the self-test.
-    """
+def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
+    """Return which operands have a row for each sample: None if none has, a reason if that cannot be decided."""
     called = name_of(func)
-    choices = [(True, False) if shapes[0][0] == _row_count(operand) else (False,) for operand in operands]
+    choices = [(True, False) if batch == _row_count(operand) else (False,) for operand in operands]
+    if dry_run.current() is not None:  # there are no values, and shapes alone have to fit
+        by_shape = (rows for rows in product(*choices) if any(rows) and _fits_shapes(func, operands, spec, rows))
+        return next(map(list, by_shape), None)
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"
-    fitting = (rows for rows in product(*choices) if any(rows) and _gives_one_row(func, operands, spec, rows, shapes))
-    return next(map(list, fitting), None)
+    fitting: list[tuple[bool, ...]] = []
+    device = next((x.device.type for x in operands if isinstance(x, Tensor)), "cpu")
+    for wide in (True, False):
+        try:
+            with no_autocast(device) if wide else nullcontext():  # rounded answers hide whose row it is
+                fitting = list(_fitting(func, operands, spec, batch, choices, wide))
+        except Exception:  # the operator has no float64, or not for these operands
+            continue
+        if fitting:
+            break
+    if not fitting:
+        return None
+    if len(fitting) > 1:
+        return f"it cannot be told which operands of {called} have a row for each sample"
+    return list(fitting[0])
 
 
-def _gives_one_row(func: Any, operands: list[Any], spec: Any, rows: tuple[bool, ...], shapes: list[torch.Size]) -> bool:
-    """Return whether one row of these operands gives one row of each result, whose `shapes` are given."""
+def _fitting(
+    func: Any, operands: list[Any], spec: Any, batch: int, choices: Sequence[tuple[bool, ...]], wide: bool
+) -> Iterator[tuple[bool, ...]]:
+    with torch.no_grad():
+        values = [_random_like(operand, wide) for operand in operands]
+        whole = _answers(func, values, spec)
+        again = _answers(func, values, spec)
+        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, again, strict=True)):
+            return  # it draws random numbers
+        if not any(bool(answer.isfinite().any()) for answer in whole):
+            return
+        for rows in product(*choices):
+            try:
+                if all(_agrees(func, values, spec, whole, rows, b) for b in (0, batch - 1)):
+                    yield rows
+            except Exception:  # operands do not fit together so
+                continue
+
+
+def _fits_shapes(func: Any, operands: list[Any], spec: Any, rows: tuple[bool, ...]) -> bool:
+    """Return whether one row of these operands gives one row of each answer."""
     values = [operand.plain if isinstance(operand, Operand) else operand for operand in operands]
     chosen = [value[:1] if row else value for value, row in zip(values, rows, strict=True)]
     with torch.no_grad():
         try:
-            answers = _answers(func, chosen, spec)
+            pairs = zip(_answers(func, chosen, spec), _answers(func, values, spec), strict=True)
+            return all(answer.shape == (1, *whole.shape[1:]) for answer, whole in pairs)
         except Exception:  # operands do not fit together so
             return False
-    return [answer.shape for answer in answers] == [(1, *shape[1:]) for shape in shapes]
+
+
+def _agrees(func: Any, values: list[Any], spec: Any, whole: list[Tensor], rows: tuple[bool, ...], b: int) -> bool:
+    chosen = [value[b : b + 1] if row else value for value, row in zip(values, rows, strict=True)]
+    for answer, expected in zip(_answers(func, chosen, spec), whole, strict=True):
+        if answer.shape != (1, *expected.shape[1:]):
+            return False
+        tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
+        scale = float(expected.double().nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
+        close = torch.allclose(
+            answer.double(), expected[b : b + 1].double(), rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+        if not close:
+            return False
+    return True
+
+
+def _random_like(operand: Any, wide: bool) -> Any:
+    """Draw numbers inside the domain of most operators. Integers are permuted."""
+    tensor = operand.plain if isinstance(operand, Operand) else operand
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.detach()
+    shape = tensor.shape
+    if batch_rows := (isinstance(operand, Operand) and _row_count(operand) > 0):
+        shape = torch.Size((1, *shape[1:]))
+    if tensor.dtype == torch.bool:
+        value = torch.rand(shape, device=tensor.device) < 0.5
+    elif tensor.is_floating_point():
+        dtype = torch.float64 if wide and tensor.device.type != "mps" else tensor.dtype
+        value = (0.1 + 0.8 * torch.rand(shape, device=tensor.device)).to(dtype)
+    else:
+        flat = tensor.reshape(-1)
+        value = flat[torch.randperm(math.prod(shape), device=flat.device)].view(shape)
+    return value.expand(tensor.shape) if batch_rows else value
