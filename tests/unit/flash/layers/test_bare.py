@@ -507,3 +507,28 @@ def test_a_bias_that_is_removed_between_steps_stays_removed(derive):
         for name, total in truth.clipped_sums.items():
             torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
         assert inner.bias is None
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: torch.addcmul(x, m.table, m.p),
+        lambda m, x: torch.lerp(x, m.p.expand_as(x), m.table),
+        lambda m, x: torch.where(m.table > 0, x * m.p, m.p),
+        lambda m, x: torch.einsum("btd,te,d->bte", x, m.table.expand(-1, 3), m.p),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(5,), (3, 5), (5, 7, 5)])
+def test_a_table_of_as_many_rows_as_there_are_samples_is_not_taken_for_samples(run, sizes):
+    """T = 5: in a batch of five samples a constant for each position could be one for each sample."""
+    owner = Owner(run, p=bare(WIDTH), table=torch.rand(LENGTH, 1))
+    model = nn.Sequential(layer(), owner)
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        for size in sizes:
+            model.zero_grad()
+            batch = {"x": torch.randn(size, LENGTH, WIDTH)}
+            truth = run_oracle(model, batch, one_loss(losses), max_grad_norm=1.0)
+            private_step(engine, batch, losses)
+            torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-4, atol=1e-6)
+            for name, total in truth.clipped_sums.items():
+                torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)

@@ -1,13 +1,15 @@
 """The engine knows which rows of a layer's input are samples: it is exact, or refuses by name, whatever the sizes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine
-from tests.unit.flash.agreement import assert_exact
+from dpscope.flash import FlashEngine, run_oracle
+from tests.unit.flash.agreement import assert_exact, private_step
 from tests.unit.flash.flash_models import sine_losses
 from tests.unit.flash.sample_models import B, Counting, D, T, assert_refused
 
@@ -312,3 +314,46 @@ def test_a_submodule_that_mixes_samples_once_it_trains_is_found_then():
         model[1].train()
         with pytest.raises(UserError, match="samples mix"):
             model(x)
+
+
+class SortsInside(nn.Module):
+    """Sorts samples by their size around one module, and puts them back: rows of that module are other samples."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x):
+        x = self.first(x)
+        order = x.flatten(1).norm(dim=1).argsort()
+        y = self.inner(x[order])
+        return (y[0] if isinstance(y, tuple) else y)[order.argsort()]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("inner", [Scaled, partial(nn.Linear, 4, 4), partial(nn.LSTM, 4, 4, batch_first=True)])
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_a_model_that_sorts_is_exact_though_the_first_batch_was_sorted(inner, batch):
+    def losses(model, x):
+        return model(x).sin().flatten(1).sum(1)
+
+    model = SortsInside(inner())
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        for number in range(3):
+            x = torch.randn(batch, 3, 4)
+            if not number:
+                with torch.no_grad():
+                    x = x[model.first(x).flatten(1).norm(dim=1).argsort()]
+            truth = run_oracle(model, x, lambda model, x: losses(model, x).sum(), max_grad_norm=1.0)
+            model.zero_grad()
+            private_step(engine, x, losses)
+            for name, total in truth.clipped_sums.items():
+                torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
