@@ -10,7 +10,7 @@ Whether its output for a batch is that for its samples one by one is what the se
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import chain, combinations, zip_longest
 from typing import Any
 
 import torch
@@ -22,11 +22,16 @@ from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.sample_rows.proxy import Proxy
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.random_states import cuda_devices, random_states_kept
+
+_MOST_OPEN = 4  # arguments of which it is open whether all samples share them
+_TOLERANCE = {torch.float64: (1e-4, 1e-4), torch.float32: (1e-3, 1e-3)}  # some modules compute in float32 inside
+_HALF_TOLERANCE = 0.05, 0.05
 
 
 class Expand(torch.autograd.Function):
@@ -87,6 +92,30 @@ class OpaqueTap(PerSampleTap):
                     f"{mine and tuple(mine)} from its samples one by one: {KEEP_BATCH_FIRST}"
                 )
 
+    def _decide(self, sample_call: SampleCall, whole: dict[str, nn.Parameter]) -> None:
+        """Share arguments that have as many rows as there are samples by chance: by what gives the module's own output.
+
+        If nothing does, as in a module that draws random numbers, they are split; the self-test tells.
+        """
+        batch, mapped, by_loop = sample_call.batch, dict(sample_call.mapped), self.by_loop
+        rows = {parameter_key(key): each.detach().expand(batch, *each.shape) for key, each in whole.items()}
+        open_ones = sample_call.open_arguments()[:_MOST_OPEN]
+        readings = chain.from_iterable(combinations(open_ones, count) for count in range(len(open_ones) + 1))
+        with torch.no_grad(), random_states_kept(cuda_devices(self.module)), WithoutDropout():
+            own = [leaf for leaf in sample_call.call({}, sample_call.leaves)[0] if isinstance(leaf, Tensor)]
+            for shared in readings:
+                sample_call.mapped = {index: dim for index, dim in mapped.items() if index not in shared}
+                try:
+                    found = pytree.tree_leaves(sample_call.run(rows, commit=False))
+                except (Exception, NotFollowed):  # a reading that does not fit fails in whatever way the module fails
+                    continue
+                finally:
+                    self.by_loop = by_loop
+                if _agree([leaf for leaf in found if isinstance(leaf, Tensor)], own):
+                    self.shared_arguments.update(map(sample_call.key, shared))
+                    return
+        sample_call.mapped = mapped
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parameters_given(args, kwargs) if self.derives else None
         if given is not None:
@@ -100,6 +129,9 @@ class OpaqueTap(PerSampleTap):
         sample_call = SampleCall(self, args, kwargs)
         sample_call.admit()
         own = self._own_output(sample_call)
+        if own is not None and sample_call.open_arguments():
+            self._decide(sample_call, whole)
+            self.dtypes[sample_call.kind()] = [leaf.dtype for leaf in own]
         batch, anchor = sample_call.batch, self.engine.anchor.tensor
         expanded = {
             parameter_key(key): Expand.apply(anchor, whole[key].detach(), batch, self, slot)  # type: ignore[no-untyped-call]
@@ -124,3 +156,12 @@ class OpaqueTap(PerSampleTap):
         return pytree.tree_map(
             lambda leaf: leaf.to(next(dtypes, leaf.dtype)) if isinstance(leaf, Tensor) else leaf, output
         )
+
+
+def _agree(found: list[Tensor], own: list[Tensor]) -> bool:
+    """Return whether two ways to compute the same outputs differ by no more than rounding."""
+    return len(found) == len(own) and all(
+        mine.shape == once.shape
+        and torch.allclose(mine.double(), once.double(), *_TOLERANCE.get(once.dtype, _HALF_TOLERANCE), equal_nan=True)
+        for mine, once in zip(found, own, strict=True)
+    )

@@ -132,11 +132,16 @@ class SampleCall:
         """Return a key for an argument's place in every call of the module."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
+    def open_arguments(self) -> list[int]:
+        """Return leaves that had as many rows as there were samples for one number of samples alone."""
+        seen = self.tap.numbers_of
+        return [index for index in self.mapped if len(seen.get(self.key(index), ())) == 1]
+
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
         """Decide by the size in this call if that is conclusive, otherwise by what other calls have shown.
 
         If a size differs from the number of samples once, the argument is shared for good: a mask (T, T) stays shared
-        in a later batch of T samples. An equal size may be a coincidence: verification tries two numbers of samples.
+        in a later batch of T samples. An equal size may be a coincidence until two numbers of samples were seen.
         """
         name, key = self.names[index], self.key(index)
         is_shared, numbers = key in self.tap.shared_arguments, self.tap.numbers_of.get(key, set())

@@ -350,3 +350,39 @@ class CheckpointInside(nn.Module):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_checkpoint_inside_a_unit_is_exact(batch):
     assert_exact(CheckpointInside(), {"x": torch.randn(batch, 6)}, sine_losses)
+
+
+class WindowedUnit(nn.Module):
+    """Runs sample by sample, because of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(6))
+
+    def forward(self, x, mask=None):
+        h = torch.fft.ifft(torch.fft.fft(x) * torch.fft.fft(self.filter)).real
+        scores = h @ h.transpose(1, 2)
+        return (scores if mask is None else scores + mask).softmax(-1) @ h
+
+
+class Windowed(nn.Module):
+    """Gives its unit a mask (T, T) for long sequences alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.unit = nn.Linear(6, 6), WindowedUnit()
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1])
+        return self.unit(self.before(x), -5.0 * ((at[:, None] - at).abs() >= 3) if len(at) > 4 else None)
+
+
+def test_a_shared_mask_that_first_comes_with_as_many_samples_as_positions_is_not_split():
+    model = Windowed()
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        for batch, length in ((6, 4), (5, 3), (6, 6), (7, 7), (4, 6)):
+            x = {"x": torch.randn(batch, length, 6)}
+            truth = run_oracle(model, x, lambda m, batch: sine_losses(m, batch).sum(), max_grad_norm=1.0)
+            model.zero_grad()
+            private_step(engine, x, sine_losses)
+            torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-4, atol=1e-5)
