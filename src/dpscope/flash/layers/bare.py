@@ -352,7 +352,8 @@ class BareTap(TapOfSamples):
                 del self.roles[key]
             if not isinstance(again, BareUse):
                 raise self.cannot_follow(f"{role.called} is given other sizes than before")
-            again.known = role.known
+            again.known = role.known_for.setdefault(again.each, set())
+            again.known_for = role.known_for
             return again
         return role
 

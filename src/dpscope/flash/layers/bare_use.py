@@ -79,6 +79,7 @@ class BareUse(_Seen):
         called = name_of(func)
         super().__init__(tap, called)
         self.func, self.rows, self.each = func, rows, each
+        self.known_for = {each: self.known}  # by rows a sample: a sample may have another number of them by chance
         self.rule: Rule | None
         self.rule, self.saves = RULES.get(called, (None, True))
         if (called in ("add", "sub") and len(rows) != 2) or (each > 1 and called not in _IN_BLOCKS):  # alpha=...
