@@ -202,20 +202,21 @@ class SelfTest(RowNorms):
         if not self.has_rows or len(self.rows) < 2:
             return wrong, norms, order, {}
         try:
-            leaking = self._leaking(self.rows.roll(1))
+            leaking = self._leaking(self.rows.roll(1) if dry_run.current() is None else None)
         except (UserError, NotFollowed, torch.OutOfMemoryError):
             raise
         except Exception:  # a model that asks for samples in a given order, say sorted by length
-            leaking = self._leaking(self.rows)
+            leaking = self._leaking(None)
         return wrong, norms, order, leaking
 
-    def _leaking(self, rows: Tensor) -> dict[nn.Parameter, float]:
+    def _leaking(self, rows: Tensor | None) -> dict[nn.Parameter, float]:
         """Return the parameters that have something for a silent sample, with the other half silent.
 
-        The samples come in another order: a model that sorts them may have been given sorted ones before.
+        The samples come in another order, `rows`, if it is given: a model that sorts them may have been given sorted
+        ones before.
         """
         found: dict[nn.Parameter, Tensor] = {}
-        with self.engine.state.trial(len(rows)):
+        with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward, rows), ~self.first_half, weighted=False), [])
             with self._closed(self.engine.state.take_recorded()) as micro:
                 if micro is not None and self._is_loud(micro, self.first_half):
