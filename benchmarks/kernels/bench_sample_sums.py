@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from measurement import D, Report, host_ms, largest_relative_error
 
-from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.rms_norm import by_torch, rms_norm_gradients
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
 
 
 def plain_layer_norm_sums(
@@ -32,11 +33,13 @@ def one_shape(report: Report, batch: int, length: int, dtype: torch.dtype) -> No
     exact = (g.double() * (x.double() - mean[..., None]) * rstd[..., None]).sum(1)
     size = g.numel() * g.element_size()
 
-    for variant, call, nbytes in (
-        ("bias", partial(bias_sums, g), size),
-        ("RMSNorm: kernel", partial(rms_norm_sums, g, x, rstd), 2 * size),
+    report.measure(shape, "bias", partial(bias_sums, g), nbytes=size)
+    weight = torch.rand(D, device="cuda", dtype=dtype)
+    for variant, call in (
+        ("RMSNorm: plain torch", partial(by_torch, g, x, weight, 1e-6, needs_x=True, needs_weight=True)),
+        ("RMSNorm: kernel", partial(rms_norm_gradients, g, x, weight, 1e-6)),
     ):
-        report.measure(shape, variant, call, nbytes=nbytes)
+        report.measure(shape, variant, call, nbytes=3 * size, note=f"host {1e3 * host_ms(call):.0f} µs")
     for variant, call in (
         ("LayerNorm: plain torch", partial(plain_layer_norm_sums, g, x, mean, rstd)),
         ("LayerNorm: kernel", partial(layer_norm_sums, g, x, mean, rstd)),

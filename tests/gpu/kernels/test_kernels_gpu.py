@@ -16,7 +16,8 @@ from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramTiles, GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.noise import add_noise_
-from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
+from dpscope.flash.kernels.rms_norm import rms_norm_gradients
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
@@ -303,8 +304,18 @@ def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) ->
     wide = rows(batch, length, width + 9, dtype=dtype)
     for got, each in zip(many_bias_sums([g, wide, g], backend="triton"), (g, wide, g), strict=True):
         torch.testing.assert_close(got.double(), each.double().sum(1), **close)
-    expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
-    torch.testing.assert_close(rms_norm_sums(g, x, rstd, backend="triton").double(), expected_rms, **close)
+
+
+@pytest.mark.parametrize(("batch", "length", "width"), [(8, 1024, 2048), (16, 256, 768), (1, 5000, 300), (3, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_gradients(batch: int, length: int, width: int, dtype: torch.dtype) -> None:
+    g, x, weight = rows(batch, length, width, dtype=dtype), rows(batch, length, width), rows(width)
+    got = rms_norm_gradients(g, x, weight, 1e-6, backend="triton")
+    wide = (g.double(), x.double(), weight.double())
+    for found, expected in zip(got, rms_norm_gradients(*wide, 1e-6), strict=True):
+        assert found is not None and expected is not None
+        rounding = torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=2 * rounding + 1e-5, atol=1e-5 * length**0.5)
 
 
 # -- noise and update --------------------------------------------------------------------------------------------------
@@ -386,7 +397,8 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
         "scaled_sums": lambda: scaled_sums([g, g], [x, x], scale),
-        "sample_sums": lambda: rms_norm_sums(g, g, g[:, :, 0]),
+        "sample_sums": lambda: layer_norm_sums(g, g, g[:, :, 0], g[:, :, 0]),
+        "rms_norm": lambda: rms_norm_gradients(g, g, g[0, 0], 1e-6),
         "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
         "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0),
         "fused_adam of samples": lambda: fused_adam_(params, kept, *state, step=1, lr=0.1, factors=scale),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 
 from dpscope.flash.gradients.contributions import wide
+from dpscope.flash.kernels import rms_norm
 from dpscope.flash.taps.recorder import Engine, Recorder
 from dpscope.flash.taps.taps import LayerTap
 from dpscope.flash.torch_side.frames import break_graph
@@ -162,22 +163,15 @@ class GraphRecorder(Recorder):
     def bias_sums(g: Tensor) -> Tensor:
         return g.sum(1, dtype=wide(g.dtype))
 
-    @staticmethod
-    def inverse_rms(x: Tensor, eps: float) -> Tensor:
-        return (x.to(wide(x.dtype)).square().mean(-1) + eps).rsqrt()
-
     # The compiler fuses each of these into one pass without a temporary.
+
+    rms_norm_gradients = staticmethod(rms_norm.by_torch)
 
     @staticmethod
     def layer_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, **_: object) -> tuple[Tensor, Tensor]:
         dtype = wide(torch.promote_types(g.dtype, x.dtype))
-        centred = x.to(dtype) - mean.to(dtype).reshape(*x.shape[:2], 1)
-        return GraphRecorder.rms_norm_sums(g, centred, rstd), g.sum(1, dtype=dtype)
-
-    @staticmethod
-    def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, **_: object) -> Tensor:
-        dtype = wide(torch.promote_types(g.dtype, x.dtype))
-        return (x.to(dtype) * rstd.to(dtype).reshape(*x.shape[:2], 1) * g.to(dtype)).sum(1)
+        of_g, (mean, rstd) = g.to(dtype), (each.to(dtype).reshape(*x.shape[:2], 1) for each in (mean, rstd))
+        return ((x.to(dtype) - mean) * rstd * of_g).sum(1), of_g.sum(1)
 
     def call(self, tap: LayerTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the tap in a graph, if it was handed capture leaves that fit; otherwise break the graph around it."""

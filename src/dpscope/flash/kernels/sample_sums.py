@@ -1,8 +1,8 @@
-"""Per-sample gradients of biases and norm layers: sums over positions, each operand read once.
+"""Per-sample gradients of biases and LayerNorms: sums over positions, each operand read once.
 
     bias:       dbias_b  = Σ_t g_bt                                        g: (B, T, p)
     LayerNorm:  dgamma_b = Σ_t g_bt · (x_bt - mean_bt) · rstd_bt,  dbeta_b = Σ_t g_bt
-    RMSNorm:    dgamma_b = Σ_t g_bt · x_bt · rstd_bt                        g, x: (B, T, d); mean, rstd: (B, T)
+                                                                        g, x: (B, T, d); mean, rstd: (B, T)
 
 A program sums ROWS positions of BLOCK features of one sample and writes one float32 row; a second pass adds the rows of
 a sample. Both orders are fixed by the shapes, so results are deterministic. No full-size temporary is made. Biases
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.tensor_lists import pointer_at
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
@@ -98,36 +97,27 @@ def layer_norm_sums(
     The statistics have B·T elements, in any shape. Unless `whole`, sums may be (B, stretches, d); `many_bias_sums`
     adds those up.
     """
-    dgamma, dbeta = _sums(g, x, mean, rstd, whole, backend)
-    return dgamma, dbeta
-
-
-def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto") -> Tensor:
-    """Return dgamma (B, d) of an RMSNorm with input x and reciprocal root mean square rstd."""
-    return _sums(g, x, None, rstd, whole, backend)[0]
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1/sqrt(mean(x²) + eps) over the last dimension, in float32 at least."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return (last_norms(x).square() / x.shape[-1] + eps).rsqrt().to(dtype)
-
-
-def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, backend: Backend) -> tuple[Tensor, ...]:
-    """Return (dgamma, dbeta), or dgamma alone if there is no mean."""
     shape = g.shape
     if len(shape) != 3 or x.shape != shape:
         raise ValueError(f"expected (B, T, features) twice, got {tuple(shape)} and {tuple(x.shape)}")
     count = shape[0] * shape[1]
-    if rstd.numel() != count or (mean is not None and mean.numel() != count):
+    if rstd.numel() != count or mean.numel() != count:
         raise ValueError(f"expected statistics of {tuple(shape[:2])} elements")
-    dtypes = {g.dtype, x.dtype, rstd.dtype, rstd.dtype if mean is None else mean.dtype}
+    dtypes = {g.dtype, x.dtype, rstd.dtype, mean.dtype}
     served = dtypes <= TRITON_DTYPES.keys() and 0 not in shape
     if use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
-        return _launch(g, x, mean, rstd, whole)
-    mean, rstd = None if mean is None else mean.reshape(shape[:2]), rstd.reshape(shape[:2])
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return _torch(g, x, mean, rstd, dtype)
+        dgamma, dbeta = _launch(g, x, mean, rstd, whole)
+    else:
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        dgamma, dbeta = _torch(g, x, mean.reshape(shape[:2]), rstd.reshape(shape[:2]), dtype)
+    return dgamma, dbeta
+
+
+def added_up(parts: Tensor, whole: bool) -> Tensor:
+    """Return sums (stretches, ..., B, d) as (..., B, d), or few of them as (..., B, stretches, d) unless `whole`."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts.sum(0) if whole or len(parts) > MOST_STRETCHES else parts.movedim(0, -2)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -150,7 +140,7 @@ def _sums_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum one (b, row block, feature block). partials: (2, or 1 if mean is None; row blocks; B; width) float32."""
+    """Sum one (b, row block, feature block). partials: (row blocks, 2, B, width) float32, gamma's before beta's."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     f = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -162,31 +152,27 @@ def _sums_kernel(
         rows = t.to(tl.int64)[:, None]
         g_tile = tl.load(g + b * g_stride_b + rows * g_stride_t + f[None, :], mask=inside, other=0.0).to(tl.float32)
         x_tile = tl.load(x + b * x_stride_b + rows * x_stride_t + f[None, :], mask=inside, other=0.0).to(tl.float32)
-        if mean is not None:
-            beta_sum += g_tile
-            x_tile -= tl.load(mean + b * length + t, mask=t < length, other=0.0).to(tl.float32)[:, None]
+        beta_sum += g_tile
+        x_tile -= tl.load(mean + b * length + t, mask=t < length, other=0.0).to(tl.float32)[:, None]
         scale = tl.load(rstd + b * length + t, mask=t < length, other=0.0).to(tl.float32)
         gamma_sum += tl.where(inside, g_tile * x_tile * scale[:, None], 0.0)
-    at = (tl.program_id(1) * tl.num_programs(0) + b) * width + f
+    at = (2 * tl.program_id(1) * tl.num_programs(0) + b) * width + f
     tl.store(partials + at, tl.sum(gamma_sum, axis=0), mask=f < width)
-    if mean is not None:
-        at += tl.num_programs(1) * tl.num_programs(0).to(tl.int64) * width
-        tl.store(partials + at, tl.sum(beta_sum, axis=0), mask=f < width)
+    at += tl.num_programs(0).to(tl.int64) * width
+    tl.store(partials + at, tl.sum(beta_sum, axis=0), mask=f < width)
 
 
-def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool) -> tuple[Tensor, ...]:
+def _launch(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, whole: bool) -> tuple[Tensor, ...]:
     batch, length, width = g.shape
     g, x = (each if each.stride(2) == 1 else each.contiguous() for each in (g, x))
     blocks = -(-length // ROWS)
     block = min(256, 1 << (width - 1).bit_length())
-    device = g.device
-    shape = (1 if mean is None else 2, blocks, batch, width) if blocks > 1 else (1 if mean is None else 2, batch, width)
-    partials = torch.empty(shape, dtype=torch.float32, device=device)
-    with launch_on(device):
+    partials = torch.empty((blocks, 2, batch, width), dtype=torch.float32, device=g.device)
+    with launch_on(g.device):
         _sums_kernel[(batch, blocks, -(-width // block))](
             g,
             x,
-            None if mean is None else mean.contiguous(),
+            mean.contiguous(),
             rstd.contiguous(),
             partials,
             length,
@@ -198,17 +184,9 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool
             BLOCK=block,
             num_warps=4,
         )
-    announce(
-        lambda: Launch(
-            name=_sums_kernel.__name__,
-            family=CLIPPING,
-            reads=[g, x, rstd, *([] if mean is None else [mean])],
-            writes=[partials],
-        )
-    )
-    if blocks > 1:
-        partials = partials.sum(1) if whole or blocks > MOST_STRETCHES else partials.transpose(1, 2)
-    return partials.unbind(0)
+    name = _sums_kernel.__name__
+    announce(partial(Launch, name=name, family=CLIPPING, reads=[g, x, mean, rstd], writes=[partials]))
+    return added_up(partials, whole).unbind(0)
 
 
 @partial(jit, do_not_specialize=("batch",))
@@ -272,13 +250,11 @@ def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def _torch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _torch(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     batch, length, width = g.shape
     dgamma = torch.zeros(batch, width, dtype=dtype, device=g.device)
     for rows in slices(length, batch * width * dtype.itemsize):
         part = (slice(None), rows)
-        normal = x[part].to(dtype)
-        if mean is not None:
-            normal = normal - mean[part].to(dtype).unsqueeze(-1)
+        normal = x[part].to(dtype) - mean[part].to(dtype).unsqueeze(-1)
         dgamma += (normal * rstd[part].to(dtype).unsqueeze(-1)).mul_(g[part]).sum(dim=1)
-    return (dgamma,) if mean is None else (dgamma, g.sum(dim=1, dtype=dtype))
+    return dgamma, g.sum(dim=1, dtype=dtype)

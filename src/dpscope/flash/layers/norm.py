@@ -109,19 +109,18 @@ class RMSNormTap(LayerTap):
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        batch, width = g.shape[0], weight.numel()
-        dtype = wide(x.dtype)
-        eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
-        rows = x.reshape(batch, -1, width)
-        rstd = ctx.recorder.inverse_rms(rows, eps)
-        whole = _takes_whole_sums(self, ctx)
-        sums = ctx.recorder.rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
-        if not ctx.needs_input_grad[1]:
-            return None, sums
-        normed = rows.to(dtype) * rstd.unsqueeze(-1)
-        scaled = g.reshape(batch, -1, width).to(dtype) * weight.reshape(width).to(dtype)
-        dx: Tensor = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
-        return dx.to(x.dtype).view(x.shape), sums
+        width = weight.numel()
+        eps = torch.finfo(wide(x.dtype)).eps if ctx.eps is None else ctx.eps
+        dx, sums = ctx.recorder.rms_norm_gradients(
+            g.reshape(g.shape[0], -1, width),
+            x.reshape(g.shape[0], -1, width),
+            weight.reshape(width),
+            eps,
+            needs_x=ctx.needs_input_grad[1],
+            needs_weight=ctx.live[0],
+            whole=_takes_whole_sums(self, ctx),
+        )
+        return None if dx is None else dx.view(x.shape), sums
 
 
 class GroupNormTap(NormTap):

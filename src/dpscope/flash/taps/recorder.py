@@ -19,7 +19,7 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot
-from dpscope.flash.kernels import sample_sums
+from dpscope.flash.kernels import rms_norm, sample_sums
 from dpscope.flash.padding.rows import Rows
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.forward_passes import ForwardPasses
@@ -96,9 +96,8 @@ class Recorder:
     save = staticmethod(autograd_graph.save)
     saved = staticmethod(autograd_graph.saved)
     bias_sums = staticmethod(sample_sums.bias_sums)
-    inverse_rms = staticmethod(sample_sums.inverse_rms)
     layer_norm_sums = staticmethod(sample_sums.layer_norm_sums)
-    rms_norm_sums = staticmethod(sample_sums.rms_norm_sums)
+    rms_norm_gradients = staticmethod(rms_norm.rms_norm_gradients)
 
     def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
         """Call `note` with the input of a layer that runs now."""

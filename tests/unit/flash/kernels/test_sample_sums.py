@@ -1,4 +1,4 @@
-"""bias_sums, layer_norm_sums and rms_norm_sums give each sample's sums over its positions."""
+"""bias_sums and layer_norm_sums give each sample's sums over its positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpscope.flash.kernels import triton_runtime
-from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums
 from tests.unit.flash.kernels import kernel_references as reference
 
 
@@ -45,8 +45,6 @@ def test_sums_over_positions(length: int, g_dtype: torch.dtype, x_dtype: torch.d
     assert_sums(dgamma, expected_gamma)
     assert_sums(dbeta, expected_beta)
     assert_sums(bias_sums(g), expected_beta)
-    expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
-    assert_sums(rms_norm_sums(g, x, rstd, backend=backend), expected_rms)
 
 
 @pytest.mark.parametrize("length", [1, 130])
@@ -82,9 +80,7 @@ def test_sums_that_need_not_be_whole_are_added_up_with_those_of_other_layers(
 ) -> None:
     layers = [operands(2, length, 8, torch.bfloat16, torch.float32) for _ in range(3 if stretches else 1)]
     parts = [sums for each in layers for sums in layer_norm_sums(*each, whole=False, backend=backend)]
-    parts += [rms_norm_sums(g, x, rstd, whole=False, backend=backend) for g, x, _, rstd in layers]
     whole = [sums for each in layers for sums in layer_norm_sums(*each, backend=backend)]
-    whole += [rms_norm_sums(g, x, rstd, backend=backend) for g, x, _, rstd in layers]
     if stretches and backend != "torch":
         assert {part.shape for part in parts} == {torch.Size((2, stretches, 8))}
         parts = many_bias_sums(parts, backend=backend)
@@ -92,9 +88,9 @@ def test_sums_that_need_not_be_whole_are_added_up_with_those_of_other_layers(
 
 
 def test_several_blocks_of_features(backend: str) -> None:
-    g, x, _, rstd = operands(2, 5, 700, torch.float32, torch.float32)
-    expected, _ = reference.layer_norm_sums(g, x, torch.zeros_like(rstd), rstd)
-    assert_sums(rms_norm_sums(g, x, rstd, backend=backend), expected)
+    g, x, mean, rstd = operands(2, 5, 700, torch.float32, torch.float32)
+    expected, _ = reference.layer_norm_sums(g, x, mean, rstd)
+    assert_sums(layer_norm_sums(g, x, mean, rstd, backend=backend)[0], expected)
 
 
 def test_non_contiguous_operands(backend: str) -> None:
@@ -132,14 +128,14 @@ def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_empty_batch_gives_no_rows() -> None:
     g, rstd = torch.zeros(0, 4, 3), torch.zeros(0, 4)
     assert bias_sums(g).shape == (0, 3)
-    assert rms_norm_sums(g, g, rstd).shape == (0, 3)
+    assert layer_norm_sums(g, g, rstd, rstd)[0].shape == (0, 3)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="expected"):
-        rms_norm_sums(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(2, 3))
+        layer_norm_sums(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="statistics"):
-        rms_norm_sums(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(2, 4))
+        layer_norm_sums(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(2, 4), torch.zeros(2, 3))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,7 +19,7 @@ import torch
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.kernels.sample_sums import bias_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 assert not torch.cuda.is_initialized()
 x = torch.ones(2, 3, 4)
@@ -28,7 +28,7 @@ assert scaled_sums([x], [x], torch.ones(2))[0].sum() == 96
 assert bias_sums(x).sum() == 24
 fused_sgd_([torch.zeros(3)], [torch.zeros(3)], lr=1.0, noise_std=1.0)
 try:
-    rms_norm_sums(x, x, x[:, :, 0], backend="triton")
+    layer_norm_sums(x, x, x[:, :, 0], x[:, :, 0], backend="triton")
 except ValueError as problem:
     assert "pip install triton" in str(problem)
 else:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.rms_norm import rms_norm_gradients
+from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.layers import norm
 from dpscope.flash.taps.recorder import Recorder
 from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact
@@ -61,7 +62,14 @@ def test_sums_of_stretches_are_added_up_when_the_micro_batch_is_closed(kind, fro
         return of_halves
 
     monkeypatch.setattr(Recorder, "layer_norm_sums", staticmethod(in_stretches(layer_norm_sums)))
-    monkeypatch.setattr(Recorder, "rms_norm_sums", staticmethod(in_stretches(rms_norm_sums)))
+
+    def rms_in_stretches(g, x, weight, eps, *, whole, **needed):
+        seen.append(whole)
+        dx, sums = rms_norm_gradients(g, x, weight, eps, **needed)
+        parts = [rms_norm_gradients(g[:, part], x[:, part], weight, eps)[1] for part in (slice(0, 2), slice(2, None))]
+        return dx, sums if whole or sums is None else torch.stack(parts, -2)
+
+    monkeypatch.setattr(Recorder, "rms_norm_gradients", staticmethod(rms_in_stretches))
     twice, wide = kind == "used twice", kind == "several dimensions"
     layer = randomised(nn.LayerNorm((2, 4)) if wide else nn.LayerNorm(4) if twice else over_features(kind, 4))
     for name in frozen:
