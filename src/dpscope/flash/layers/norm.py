@@ -163,7 +163,7 @@ class GroupNormTap(NormTap):
             x,
             mean.reshape(1, -1),
             rstd.reshape(1, -1),
-            None if weight is None else weight.repeat(batch),
+            None if weight is None else weight.expand(batch, -1).reshape(-1),  # `repeat` takes the host longer
             1,
             batch * channels,
             positions,
