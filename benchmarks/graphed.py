@@ -55,6 +55,8 @@ ROWS = {
     "resnet50 64": Row("resnet50", "resnet-tiny", 64, dtype="tf32"),
     "resnet18 64": Row("resnet18", "resnet-tiny", 64, dtype="tf32"),
     "wrn-40-4 256": Row(f"{__file__}:wide_resnet", f"{__file__}:wide_resnet_tiny", 256, dtype="tf32"),
+    "ws-resnet50 64": Row(f"{__file__}:standardised_resnet", f"{__file__}:standardised_resnet_tiny", 64, dtype="tf32"),
+    "t5 16x256": Row(f"{Path(__file__).with_name('rows.py')}:t5_base", "hf:bert-tiny", 16, 256),
 }
 
 
@@ -79,27 +81,39 @@ COMPILED = {
 
 
 def wide_resnet(batch_size: int) -> Workload:
-    return _wide_resnet(batch_size, 64, (6, 6, 6))
+    """Return WRN-40-4 with GroupNorm."""
+    return _resnet(batch_size, 64, (6, 6, 6))
 
 
 def wide_resnet_tiny(batch_size: int) -> Workload:
-    return _wide_resnet(batch_size, 8, (1, 1, 1))
+    return _resnet(batch_size, 8, (1, 1, 1))
 
 
-def _wide_resnet(batch_size: int, base: int, depths: tuple[int, ...]) -> Workload:
-    """Return WRN-40-4 with GroupNorm on images of 32²."""
+def standardised_resnet(batch_size: int) -> Workload:
+    """Return ResNet-50 with GroupNorm and weight-standardised convolutions."""
+    return _resnet(batch_size, 64, (3, 4, 6, 3), large=True)
+
+
+def standardised_resnet_tiny(batch_size: int) -> Workload:
+    return _resnet(batch_size, 8, (1, 1, 1, 1), large=True)
+
+
+def _resnet(batch_size: int, base: int, depths: tuple[int, ...], *, large: bool = False) -> Workload:
+    """Return a ResNet on images of 32², or with standardised weights in bottlenecks on images of 224² (`large`)."""
     import torch.nn.functional as F
-    from any_model import resnet
+    from any_model import StandardisedConv, resnet
 
     from dpscope import Workload
 
+    conv, size = (StandardisedConv, 32 if base == 8 else 224) if large else (torch.nn.Conv2d, 32)
+
     def batch(seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator(device).manual_seed(seed)
-        images = torch.randn(batch_size, 3, 32, 32, generator=generator, device=device)
+        images = torch.randn(batch_size, 3, size, size, generator=generator, device=device)
         return images, torch.randint(10, (batch_size,), generator=generator, device=device)
 
     return Workload(
-        model=lambda: resnet(torch.nn.Conv2d, base, depths, False, False),
+        model=lambda: resnet(conv, base, depths, large, large),
         batch=batch,
         loss=lambda model, given: F.cross_entropy(model(given[0]), given[1], reduction="none"),
     )
