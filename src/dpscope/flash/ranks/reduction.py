@@ -1,9 +1,9 @@
 """Reduction of clipped sums over ranks: Σ over ranks of Σ_b c_b v_b, in float32, one block of the model at a time.
 
-Sharded parameters (FSDP2): one reduce-scatter a block, after which each rank has its shard; with replicas (HSDP) the
-shards are then added up over them. Whole parameters (DDP): all-reduce, in buckets. All ranks go through the same blocks
-in the same order, whatever their own batch was. A block is reduced while the sums of the next are computed, so at most
-two blocks of the gradient are unsharded at a time, besides one piece.
+Sharded parameters (FSDP2): one reduce-scatter a block (several if the block is large), after which each rank has its
+shard; with replicas (HSDP) the shards are then added up over them. Whole parameters (DDP): all-reduce, in buckets. All
+ranks go through the same buckets in the same order, whatever their own batch was. A bucket is reduced while the sums of
+the next are computed, so at most two buckets of the gradient are unsharded at a time, besides one piece.
 
 Sums are made in pieces that do not follow the blocks: weights of equal shapes share a launch there, as without ranks.
 """
@@ -26,7 +26,9 @@ from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local,
 _DOING = "adding up clipped sums"
 # Bytes of sums that are made at once, of sharded parameters and of whole ones, whose buckets are small.
 AT_ONCE_BYTES = {True: 2**29, False: 2**28}
-BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
+# A bucket of whole parameters is as large as those of torch's DistributedDataParallel. A sharded block travels in one,
+# but an embedding and a head, which both belong to the root, are each as large as several blocks.
+BUCKET_BYTES = {True: 2**30, False: 25 * 2**20}
 
 # Its name since torch 2.13, and before.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,7 +62,8 @@ class Reduction:
             dtype, sharded = wide(parameter.dtype), is_sharded(parameter)
             key = (dtype, sharded, id(self.owners[parameter]) if sharded else None)
             bucket, held = open_for.get(key, (None, 0))
-            if bucket is None or (not sharded and held >= BUCKET_BYTES):
+            full = held + _bytes(parameter) if sharded else held  # a bucket of whole ones is closed when it is full
+            if bucket is None or (held and full >= BUCKET_BYTES[sharded]):
                 bucket, held = Bucket([], dtype, sharded), 0
                 found.append(bucket)
             bucket.parameters.append(parameter)

@@ -27,7 +27,7 @@ def test_private_training_communicates_what_ordinary_training_does(worlds: dict[
 
 
 def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
-    side = int((BUCKET_BYTES / 4) ** 0.5) + 1
+    side = int((BUCKET_BYTES[False] / 4) ** 0.5) + 1
     model = nn.Sequential(*(nn.Linear(side, side, bias=False, device="meta") for _ in range(3)), nn.Linear(2, 2))
     buckets = Reduction(Layout(None, model, None)).buckets(list(model.parameters()))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -38,9 +38,24 @@ def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
     ]
 
 
+def test_large_parameters_of_a_sharded_block_travel_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding and head belong to the root: together they would take three times the memory of the larger one."""
+    monkeypatch.setattr(reduction, "is_sharded", lambda parameter: True)
+    monkeypatch.setitem(reduction.BUCKET_BYTES, True, 400)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 50))
+    buckets = Reduction(Layout(None, model, None)).buckets(list(model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [[names[id(p)] for p in bucket.parameters] for bucket in buckets] == [
+        ["3.bias"],
+        ["3.weight"],
+        ["2.bias", "2.weight", "1.bias", "1.weight"],
+        ["0.weight"],
+    ]
+
+
 def test_sums_of_several_buckets_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch makes the sums of equal layers, whatever buckets they travel in; a piece holds few of them."""
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
+    monkeypatch.setitem(reduction.BUCKET_BYTES, False, 1)
     monkeypatch.setitem(reduction.AT_ONCE_BYTES, False, 4 * 4 * 4 * 3)
     monkeypatch.setattr(reduction.dist, "all_reduce", lambda *args, **kwargs: None)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7)))
