@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,9 +115,24 @@ def test_a_sample_that_is_not_finite_contributes_nothing() -> None:
         assert relative(a, b) < 1e-3
 
 
-def test_nothing_waits_for_the_device_in_a_step() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clipping": "per_layer"},
+        {"clipping": "per_layer", "checkpoint_blocks": True, "memory_budget": "lean"},
+        {"checkpoint_blocks": True},
+    ],
+)
+def test_nothing_waits_for_the_device_in_a_step(options: dict[str, Any]) -> None:
     spec = RunSpec(
-        workload=make_config("tiny", **SIZES), method="flash", batch_size=4, seq_len=256, dtype="bf16", device="cuda"
+        workload=make_config("tiny", **SIZES),
+        method="flash",
+        batch_size=4,
+        seq_len=256,
+        dtype="bf16",
+        device="cuda",
+        **options,
     )
     trainer, batch = make_trainer(spec)
     for _ in range(2):

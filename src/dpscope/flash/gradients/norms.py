@@ -263,10 +263,9 @@ def clip_factors(
     recorded = squared.clamp_min(0.0).sqrt()
     norms = recorded * multiplier
     several = len(rule.bounds) > 1
-    if bounds is None:
-        factors = rule.factors(norms, norms.new_tensor(rule.bounds).unsqueeze(1) if several else rule.bounds[0])
-    else:
-        factors = rule.factors(norms, bounds)
+    if bounds is None and several:
+        bounds = _bounds_on(tuple(rule.bounds), norms.dtype, norms.device)
+    factors = rule.factors(norms, rule.bounds[0] if bounds is None else bounds)
     scale = factors * multiplier
     small = (scale < MIN_SCALE) & (factors != 0)
     shares = torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small
@@ -274,3 +273,9 @@ def clip_factors(
         shares &= torch.arange(shares.shape[1], device=shares.device) < real
     zero = torch.zeros_like(norms)
     return Factors(norms, torch.where(shares, factors, zero), torch.where(shares, scale, zero), shares.all(0))
+
+
+@device_cache(maxsize=256)
+def _bounds_on(bounds: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the bounds of all groups, (G, 1). The copy to the device waits for it, so it is made once."""
+    return torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(1)
