@@ -18,9 +18,13 @@ programs. A sample whose factor is zero or NaN has no share.
 Every finite value has its square: a tile is scaled by a power of two before it is squared, if it needs to be, and tiles
 are added up in float64.
 
-Positions lie side by side in memory (NCHW); other layouts are copied, and so is x where it is padded. That is one
-copy of x, where patches are as many as the kernel has elements. Tiles depend on shapes alone: a search at run time
-would make the first step slower and results depend on the machine's load.
+Windows are contiguous: x is copied once for each column of the kernel and each phase of the stride in y. The copy for
+column j and phase f holds X[c, y·s + f, x·s + j·d] at (y, x), its rows as long as those of g, so that the window under
+kernel element (i, j) is a copy from row (i·d) // s on. Positions lie side by side in memory (NCHW) and rows are whole
+words, so that a thread copies 16 bytes; g is copied too if its rows are not. Kernels of one element read x itself.
+
+Tiles depend on shapes alone: a search at run time would make the first step slower and results depend on the machine's
+load.
 
 Served: bfloat16, float16 and float32, one or two spatial dimensions. For anything else callers use another path.
 """
@@ -55,13 +59,16 @@ from dpscope.flash.kernels.triton_runtime import (
 )
 from dpscope.flash.torch_side import dry_run
 from dpscope.vocabulary.components import GRADIENTS, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
+from dpscope.vocabulary.phases import COPY, GEMM, Launch, allocates, announce
 
 DIRECT_CALLS = (3, 6)
 """The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
 
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
+
+_COPY_BLOCK = 1024
+_COPY_CONSTANTS = {"BLOCK": _COPY_BLOCK, "num_warps": 4, "num_stages": 1}
 
 _PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
 _LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
@@ -139,9 +146,11 @@ class _Plan(NamedTuple):
     d: int
     tiles: int  # of one sample
     columns: int  # of tiles
-    missing: int  # positions up to a whole word
+    missing: int  # positions of a line up to a whole word
+    copies: int  # of x: kernel columns and phases of the stride
+    rows: int  # of a copy
     flops: int
-    arguments: tuple[int, ...]
+    integers: tuple[int, ...]
     constants: Mapping[str, int | str]
 
 
@@ -152,21 +161,25 @@ def _plan(
     n, kernel = len(at.kernel), math.prod(at.kernel)
     channels, p, batch = x[-n - 1] // at.groups, g[-n - 1] // at.groups, g[0]
     d, length, images = channels * kernel, math.prod(g[-n:]), g[1] if len(g) > n + 2 else 1
-    sides = [size + 2 * pad for size, pad in zip(x[-n:], at.padding, strict=True)]
-    line = sides[-1] if n == 2 else 0
-    missing = -length % 8 if length % (4 if dtype == torch.float32 else 2) else 0
-    word = math.gcd(length + missing, 8)
+    # A kernel of one element meets each position once: an image is one line.
+    line = length if kernel == 1 else g[-1]
+    missing = -line % 8 if line % (4 if dtype == torch.float32 else 2) else 0
+    word = math.gcd(line + missing, 8)
+    steep = n == 2 and at.kernel[0] > 1
+    stride, down = (at.stride[0], at.dilation[0]) if steep else (1, 1)
+    copies, lines = stride * at.kernel[-1], length // line
+    rows = lines + (at.kernel[0] - 1) * down // stride if steep else lines
     tiles = tiles or default_tiles(p, d, length, pointwise=kernel == 1)
     columns = -(-d // tiles.block_n)
     each = at.groups * -(-p // tiles.block_o) * columns
-    integers = [images, length, (length + missing) // word, g[-1], at.stride[0] * line, at.stride[-1], p, d, channels]
-    integers += [at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides)]
+    integers = [images, lines, (line + missing) // word, rows, copies, p, d, channels]
+    integers += [at.groups, kernel, at.kernel[-1], stride, down]
     precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
-    constants: dict[str, int | str] = {"WORD": word, "POINTWISE": kernel == 1, "PRECISION": precision}
+    constants: dict[str, int | str] = {"WORD": word, "PRECISION": precision}
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
     flops = 2 * batch * images * length * at.groups * p * d
-    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, tuple(integers), constants)
+    return _Plan(batch, at.groups * p, d, each, columns, missing, copies, rows, flops, tuple(integers), constants)
 
 
 class ConvProduct:
@@ -179,13 +192,15 @@ class ConvProduct:
     def __init__(
         self, x: Tensor, g: Tensor, geometry: Geometry, *, in_tf32: bool, tiles: ConvTiles | None = None
     ) -> None:
-        self.plan = _plan(x.shape, g.shape, geometry, g.dtype, in_tf32, tiles)
+        self.plan = plan = _plan(x.shape, g.shape, geometry, g.dtype, in_tf32, tiles)
+        if math.prod(geometry.kernel) > 1:
+            g = g.contiguous()
+            self.g = F.pad(g, (0, plan.missing)) if plan.missing else g
+            self.x = _shifted_copies(x, self.g, geometry, plan)
+            return
+        met: Any = (..., *(slice(None, None, step) for step in geometry.stride))
         self.g = self._in_words(g, geometry)
-        if self.plan.constants["POINTWISE"]:
-            met: Any = (..., *(slice(None, None, step) for step in geometry.stride))
-            self.x = self._in_words(geometry.padded(x)[met] if geometry.copies else x, geometry)
-        else:
-            self.x = _padded(x, geometry)
+        self.x = self._in_words(geometry.padded(x)[met] if geometry.copies else x, geometry)
 
     def _in_words(self, rows: Tensor, geometry: Geometry) -> Tensor:
         """Return (…, *positions) as (…, length), padded with zeros to whole words, so that a thread copies several."""
@@ -194,20 +209,22 @@ class ConvProduct:
         return F.pad(rows.flatten(rows.dim() - len(geometry.kernel)), (0, missing)) if missing else rows
 
 
-def _padded(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return x in NCHW with its padding, in float32.
-
-    Windows begin at any element, and GPUs copy into shared memory 4 bytes at a time, or more. TF32 holds bfloat16 and
-    float16 as they are, so products are those of the half-precision operands.
-    """
-    n = len(geometry.kernel)
-    if not any(geometry.padding):
-        return x.to(torch.float32).contiguous()
-    sizes = [size + 2 * pad for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)]
-    padded = x.new_zeros((*x.shape[:-n], *sizes), dtype=torch.float32)
-    inner: Any = (..., *(slice(pad, pad + size) for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)))
-    padded[inner] = x
-    return padded
+def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:
+    """Return copies of x, (B·k, C, copies, rows, line), padded with zeros. g: (…, lines, line)."""
+    n, x = len(at.kernel), x.contiguous()
+    height, width = x.shape[-2:] if n == 2 else (1, x.shape[-1])
+    images, channels, line = x.numel() // math.prod(x.shape[-n - 1 :]), x.shape[-n - 1], g.shape[-1]
+    made = x.new_empty((images, channels, plan.copies, plan.rows, line))
+    # A kernel of one row meets every stride-th row of x only.
+    stride, top = (at.stride[0], at.padding[0]) if n == 2 else (1, 0)
+    phases = plan.copies // at.kernel[-1]
+    blocks = -(-channels * plan.rows * line // _COPY_BLOCK)
+    integers = [blocks, channels, height, width, plan.rows, line, line - plan.missing, stride, at.stride[-1], top]
+    integers += [at.padding[-1], at.dilation[-1], phases, at.kernel[-1]]
+    launch(_shifted_copy_kernel, images * blocks, (x, made), tuple(integers), _COPY_CONSTANTS)
+    name = _shifted_copy_kernel.__name__
+    announce(lambda: Launch(name=name, family=COPY, reads=[x], writes=[made], flops=0))
+    return made
 
 
 def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = "auto") -> bool:
@@ -217,7 +234,7 @@ def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = 
         and g.dtype in TRITON_DTYPES
         and x.dtype == g.dtype
         and x.device == g.device
-        and 0 < x.numel() < 2**30 * len(x)  # places in a sample are 32-bit numbers
+        and 0 < x.numel() * geometry.kernel[-1] < 2**28 * len(x)  # places in a sample's copies are 32-bit numbers
         and 0 < g.numel() < 2**30 * len(g)
     )
     return use_triton(backend, g.device, served=served, why_not="dtype, shape or three dimensions")
@@ -237,7 +254,7 @@ def conv_products(
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
     operands = (product.x, product.g, values, parts, directions)
-    _launch(_conv_products_kernel, product, plan.batch * plan.tiles, operands, operands)
+    launch(_conv_products_kernel, plan.batch * plan.tiles, operands, plan.integers, plan.constants)
     _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
     return values, parts
 
@@ -251,8 +268,8 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     totals = product.g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
     scale = scale.float().contiguous()
     operands = (product.x, product.g, totals, scale)
-    arguments = (*operands, plan.batch, each, MIN_SCALE)
-    _launch(_conv_sum_kernel, product, parts * plan.tiles, operands, arguments)
+    integers = (plan.batch, each, MIN_SCALE, *plan.integers)
+    launch(_conv_sum_kernel, parts * plan.tiles, operands, integers, plan.constants)
     _announce(_conv_sum_kernel, product, [scale], [totals])
     return totals[0] if parts == 1 else totals.sum(0)
 
@@ -260,28 +277,32 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(
-    kernel: Any, product: ConvProduct, programs: int, operands: Sequence[Tensor | None], arguments: tuple[Any, ...]
+def launch(
+    kernel: Any,
+    programs: int,
+    operands: Sequence[Tensor | None],
+    integers: tuple[Any, ...],
+    constants: Mapping[str, Any],
 ) -> None:
     """Launch a kernel; one that is compiled is called directly.
 
     Triton's launcher inspects every argument again, and a network has a hundred launches a step. No integer is
     specialised, so that dtypes, constants and the alignment of the operands decide which kernel it is.
     """
-    plan, device = product.plan, product.g.device
-    constants = tuple(plan.constants.values())
+    there = [each for each in operands if each is not None]
+    device = there[0].device
+    values = tuple(constants.values())
     key: tuple[Any, ...] | None = None
-    if has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None:
-        there = [each for each in operands if each is not None]
-        if not any(each.data_ptr() % 16 for each in there):
-            dtypes = (None if each is None else each.dtype for each in operands)
-            key = (kernel.__name__, device_index(device), *dtypes, *constants)
+    direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
+    if direct and not any(each.data_ptr() % 16 for each in there):
+        dtypes = (None if each is None else each.dtype for each in operands)
+        key = (kernel.__name__, device_index(device), *dtypes, *values)
     with launch_on(device):
         compiled = _compiled.get(key) if key is not None else None
         if compiled is not None:
-            compiled[programs, 1, 1](*arguments, *plan.arguments, *constants[:-2])  # not num_warps and num_stages
+            compiled[programs, 1, 1](*operands, *integers, *values[:-2])  # not num_warps and num_stages
             return
-        compiled = kernel[(programs,)](*arguments, *plan.arguments, **plan.constants)
+        compiled = kernel[(programs,)](*operands, *integers, **constants)
         if key is not None:
             _compiled[key] = compiled
 
@@ -294,51 +315,78 @@ def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: lis
 # -- Triton ------------------------------------------------------------------------------------------------------------
 
 
+_COPY_INTEGERS = (
+    "blocks", "channels", "height", "width", "rows", "line", "width_out", "stride", "step", "top", "left", "tap",
+    "phases", "kernel_w",
+)  # fmt: skip
+
+
+@partial(jit, do_not_specialize=_COPY_INTEGERS)
+def _shifted_copy_kernel(
+    x, made, blocks, channels, height, width, rows, line, width_out, stride, step, top, left, tap, phases, kernel_w,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write some places of an image to all copies. x: (images, C, H, W), made: (images, C, copies, rows, line)."""
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    area = rows * line
+    channel = at // area
+    place = at % area
+    y = (place // line) * stride - top
+    column = place % line
+    inside = (channel < channels) & (column < width_out)
+    source = x + (image * channels + channel) * height * width
+    target = made + (image * channels + channel) * phases * kernel_w * area + place
+    for phase in range(phases):
+        for j in range(kernel_w):
+            left_of = column * step + j * tap - left
+            found = inside & (y + phase >= 0) & (y + phase < height) & (left_of >= 0) & (left_of < width)
+            value = tl.load(source + (y + phase) * width + left_of, mask=found, other=0.0)
+            tl.store(target + (phase * kernel_w + j) * area, value, mask=channel < channels)
+
+
 @jit
 def _place(
-    tile, p, d, kernel, kernel_w, line_tap, tap, area, whole,
-    POINTWISE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Return rows and columns of a tile, and where a column's window begins in a group's channels."""
     columns = tl.cdiv(d, BLOCK_N)
     o = (tile // columns) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if POINTWISE:
-        window = n.to(tl.int64) * whole
-    else:
-        at = n % kernel
-        window = (n // kernel).to(tl.int64) * area + (at // kernel_w) * line_tap + (at % kernel_w) * tap
-    return o, n, window
+    i = (n % kernel) // kernel_w * down
+    copy = (n // kernel) * copies + (i % stride) * kernel_w + n % kernel_w
+    return o, n, (copy * rows + i // stride) * line
 
 
 @jit
-def _multiply(
-    x_rows, g_rows, first, o_in, n_in, length, whole, width_out, line, step, acc,
-    POINTWISE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return acc + g·windows over the positions from `first` on. x_rows: (BLOCK_N,), g_rows: (BLOCK_O,) pointers."""
+def _multiply(x, g, window, o, first, o_in, n_in, whole, acc, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return acc + g·windows over the positions from `first` on. x, g: of one image's group."""
     t = first + tl.arange(0, BLOCK_K)
-    g_tile = tl.load(g_rows[:, None] + t[None, :], mask=o_in[:, None] & (t < whole)[None, :], other=0.0)
-    if POINTWISE:
-        x_tile = tl.load(x_rows[None, :] + t[:, None], mask=(t < whole)[:, None] & n_in[None, :], other=0.0)
-    else:
-        places = (t // width_out) * line + (t % width_out) * step
-        x_tile = tl.load(x_rows[None, :] + places[:, None], mask=(t < length)[:, None] & n_in[None, :], other=0.0)
-    return dot(g_tile.to(x_tile.dtype), x_tile, acc, PRECISION)
+    g_tile = tl.load(g + (o[:, None] * whole + t[None, :]), mask=o_in[:, None] & (t < whole)[None, :], other=0.0)
+    x_tile = tl.load(x + (window[None, :] + t[:, None]), mask=(t < whole)[:, None] & n_in[None, :], other=0.0)
+    return dot(g_tile, x_tile, acc, PRECISION)
+
+
+@jit
+def squares_of(acc):
+    """Return a tile, scaled by a power of two if its squares need it, the squares of its rows, and 1 / scale."""
+    largest = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)
+    factor = tl.where(largest > _LARGE, _SHRINK, tl.where(largest < _SMALL, _GROW, 1.0))
+    acc = acc * factor
+    return acc, tl.sum(acc * acc, axis=1), 1.0 / factor.to(tl.float64)
 
 
 _INTEGERS = (
-    "images", "length", "words", "width_out", "line", "step", "p", "d", "channels", "groups", "kernel", "kernel_w",
-    "line_tap", "tap", "area",
+    "images", "lines", "words", "rows", "copies", "p", "d", "channels", "groups", "kernel", "kernel_w", "stride",
+    "down",
 )  # fmt: skip
 
 
 @partial(jit, do_not_specialize=_INTEGERS)
 def _conv_products_kernel(
     x, g, values, parts, directions,
-    images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
-    WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
+    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of one sample's group per program."""
     columns = tl.cdiv(d, BLOCK_N)
@@ -346,43 +394,25 @@ def _conv_products_kernel(
     tile = tl.program_id(0) % tiles
     b = (tl.program_id(0) // tiles // groups).to(tl.int64)
     group = tl.program_id(0) // tiles % groups
-    whole = words * WORD
-    o, n, window = _place(tile, p, d, kernel, kernel_w, line_tap, tap, area, whole, POINTWISE, BLOCK_O, BLOCK_N)
+    line = words * WORD
+    whole = lines * line
+    o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
     o_in, n_in = o < p, n < d
     row = group * p + o
     acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
     for image in range(images):
         at = b * images + image
-        x_rows = x + (at * groups + group) * channels * (whole if POINTWISE else area) + window
-        g_rows = g + (at * groups * p + row) * whole
-        for first in range(0, length, BLOCK_K):
-            acc = _multiply(
-                x_rows,
-                g_rows,
-                first,
-                o_in,
-                n_in,
-                length,
-                whole,
-                width_out,
-                line,
-                step,
-                acc,
-                POINTWISE,
-                PRECISION,
-                BLOCK_K,
-            )
+        own_x = x + (at * groups + group) * channels * copies * rows * line
+        own_g = g + (at * groups + group) * p * whole
+        for first in range(0, whole, BLOCK_K):
+            acc = _multiply(own_x, own_g, window, o, first, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
     inside = o_in[:, None] & n_in[None, :]
     if values is not None:
         rounded = acc.to(values.dtype.element_ty)
         places = (b * groups * p + row)[:, None] * d + n[None, :]
         tl.store(values + places, rounded, mask=inside)
         acc = rounded.to(tl.float32)
-    largest = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)
-    factor = tl.where(largest > _LARGE, _SHRINK, tl.where(largest < _SMALL, _GROW, 1.0))
-    acc = acc * factor
-    back = 1.0 / factor.to(tl.float64)
-    squares = tl.sum(acc * acc, axis=1)
+    acc, squares, back = squares_of(acc)
     if directions is None:
         tl.store(parts + tl.program_id(0), tl.sum(squares, axis=0).to(tl.float64) * back * back)
     else:
@@ -398,45 +428,30 @@ def _conv_products_kernel(
 @partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))
 def _conv_sum_kernel(
     x, g, totals, scale, batch, each, min_scale,
-    images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
-    WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
+    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum one tile over `each` samples per program. totals: (parts, groups·p, d)."""
     tiles = tl.cdiv(p, BLOCK_O) * tl.cdiv(d, BLOCK_N)
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles % groups
     part = tl.program_id(0) // tiles // groups
-    whole = words * WORD
-    o, n, window = _place(tile, p, d, kernel, kernel_w, line_tap, tap, area, whole, POINTWISE, BLOCK_O, BLOCK_N)
+    line = words * WORD
+    whole = lines * line
+    o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
     o_in, n_in = o < p, n < d
     row = group * p + o
     total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
     acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    steps = tl.cdiv(length, BLOCK_K)
+    steps = tl.cdiv(whole, BLOCK_K)
     first_sample = part * each
     # One loop over all samples: a loop for each would drain and refill the pipeline between them.
     for at in range(first_sample * images * steps, min(batch, first_sample + each) * images * steps):
         image = (at // steps).to(tl.int64)
         k = at % steps
-        x_rows = x + (image * groups + group) * channels * (whole if POINTWISE else area) + window
-        g_rows = g + (image * groups * p + row) * whole
-        acc = _multiply(
-            x_rows,
-            g_rows,
-            k * BLOCK_K,
-            o_in,
-            n_in,
-            length,
-            whole,
-            width_out,
-            line,
-            step,
-            acc,
-            POINTWISE,
-            PRECISION,
-            BLOCK_K,
-        )
+        own_x = x + (image * groups + group) * channels * copies * rows * line
+        own_g = g + (image * groups + group) * p * whole
+        acc = _multiply(own_x, own_g, window, o, k * BLOCK_K, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
         if (k == steps - 1) & ((image + 1) % images == 0):
             factor = tl.load(scale + image // images)
             # A sample without a factor may hold NaN: it is put aside, not multiplied by zero.

@@ -1,0 +1,446 @@
+"""Per-sample weight gradients of convolutions, their norms and their clipped sums, without unfolded patches.
+
+With x: (B, k, C, H, W) padded, k images a sample, and g: (B, k, O, OH, OW),
+
+    V_b[o, c, i, j] = Σ_{image, y, x} g[b, image, o, y, x] · X[b, image, c, y·s + i·d, x·s + j·d]
+
+is a product of g (O × positions) and windows of x (positions × C·kernel) that is loaded window by window: no patch is
+ever written. Two kernels share that product:
+
+    _conv_products_kernel   V_b of one sample a program: stored with its squares, or squared and dropped
+    _conv_sum_kernel        Σ_b c_b V_b: the factor multiplies a sample's whole tile, in float32
+
+Guarantee: norms are of the values that are stored, after their rounding, or of products that `_conv_sum_kernel` makes
+again in the same way: operands are rounded alike (TF32, where cuDNN may use it for the convolution itself), positions
+are added up in the same order, and no factor is rounded into an operand. A sample's positions are never divided among
+programs. A sample whose factor is zero or NaN has no share.
+
+Every finite value has its square: a tile is scaled by a power of two before it is squared, if it needs to be, and tiles
+are added up in float64.
+
+Positions lie side by side in memory (NCHW); other layouts are copied, and so is x where it is padded. That is one
+copy of x, where patches are as many as the kernel has elements. Tiles depend on shapes alone: a search at run time
+would make the first step slower and results depend on the machine's load.
+
+Served: bfloat16, float16 and float32, one or two spatial dimensions. For anything else callers use another path.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscope.flash.kernels.scaled_sum import MIN_SCALE
+from dpscope.flash.kernels.triton_runtime import (
+    TRITON_DTYPES,
+    Backend,
+    constant,
+    device_index,
+    dot,
+    has_triton,
+    jit,
+    launch_on,
+    tl,
+    use_triton,
+)
+from dpscope.flash.torch_side import dry_run
+from dpscope.vocabulary.components import GRADIENTS, PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
+
+DIRECT_CALLS = (3, 6)
+"""The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
+
+LONG_IMAGES = 512
+"""Positions from which kernels of one element take long steps."""
+
+_PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
+_LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
+_SHRINK, _GROW = constant(2.0**-75), constant(2.0**100)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Per spatial dimension, except `groups`. `padding` is of zeros, the same on both sides."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def copies(self) -> bool:
+        """True if patches are something else than x itself."""
+        return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
+
+    def padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)]) if any(self.padding) else x
+
+    def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
+        """Return the windows under the `out` positions of x: (b, C, *) -> (b·groups, C/groups · Π kernel, L)."""
+        x = self.padded(x)
+        batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
+        size = (batch, self.groups, channels, *out, *self.kernel)
+        steps = [stride * step for stride, step in zip(spatial, self.stride, strict=True)]
+        taps = [stride * step for stride, step in zip(spatial, self.dilation, strict=True)]
+        windows = x.as_strided(size, (x.stride(0), x.stride(1) * channels, x.stride(1), *steps, *taps))
+        n, width, length = len(out), channels * math.prod(self.kernel), math.prod(out)
+        windows = windows.permute(0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n))
+        return windows.reshape(batch * self.groups, width, length)
+
+
+class ConvTiles(NamedTuple):
+    """Rows (output channels), columns (input channels and kernel) and positions of a step."""
+
+    block_o: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tiles(p: int, d: int, length: int, *, pointwise: bool) -> ConvTiles:
+    """Return the tile for p rows, d columns and `length` positions: the fastest on an H200, or near it (2026-11-16).
+
+    Windows are copied four bytes at a time, so that square tiles, which load least for a product, are best. Kernels of
+    one element are copied in words of 16 bytes: long steps, and small tiles where a sample has few of them.
+    """
+    block_o, block_n = _block(p), _block(d)
+    if pointwise and length >= LONG_IMAGES:
+        wide = block_o == block_n == 128
+        return (
+            ConvTiles(block_o, block_n, 64, 8, 3) if wide else ConvTiles(min(64, block_o), min(64, block_n), 64, 4, 4)
+        )
+    if pointwise or block_o < 128:
+        return ConvTiles(block_o, min(64, block_n), 32, 4, 3)
+    return ConvTiles(block_o, block_n, 32, 8 if block_n == 128 else 4, 3)
+
+
+def _block(size: int) -> int:
+    """Return a power of two from 16 to 128: large blocks load less for a product, small ones waste less of it."""
+    return min((128, 64, 32, 16), key=lambda block: -(-size // block) * (block + 32))
+
+
+class _Plan(NamedTuple):
+    """Sizes of a product and the arguments that both kernels take."""
+
+    batch: int
+    outs: int
+    d: int
+    tiles: int  # of one sample
+    columns: int  # of tiles
+    missing: int  # positions up to a whole word
+    flops: int
+    arguments: tuple[int, ...]
+    constants: Mapping[str, int | str]
+
+
+@lru_cache(maxsize=1024)  # asked by every layer in every step
+def _plan(
+    x: tuple[int, ...], g: tuple[int, ...], at: Geometry, dtype: torch.dtype, in_tf32: bool, tiles: ConvTiles | None
+) -> _Plan:
+    n, kernel = len(at.kernel), math.prod(at.kernel)
+    channels, p, batch = x[-n - 1] // at.groups, g[-n - 1] // at.groups, g[0]
+    d, length, images = channels * kernel, math.prod(g[-n:]), g[1] if len(g) > n + 2 else 1
+    sides = [size + 2 * pad for size, pad in zip(x[-n:], at.padding, strict=True)]
+    line = sides[-1] if n == 2 else 0
+    missing = -length % 8 if length % (4 if dtype == torch.float32 else 2) else 0
+    word = math.gcd(length + missing, 8)
+    tiles = tiles or default_tiles(p, d, length, pointwise=kernel == 1)
+    columns = -(-d // tiles.block_n)
+    each = at.groups * -(-p // tiles.block_o) * columns
+    integers = [images, length, (length + missing) // word, g[-1], at.stride[0] * line, at.stride[-1], p, d, channels]
+    integers += [at.groups, kernel, at.kernel[-1], at.dilation[0] * line, at.dilation[-1], math.prod(sides)]
+    precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
+    constants: dict[str, int | str] = {"WORD": word, "POINTWISE": kernel == 1, "PRECISION": precision}
+    for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
+        constants[name] = value
+    flops = 2 * batch * images * length * at.groups * p * d
+    return _Plan(batch, at.groups * p, d, each, columns, missing, flops, tuple(integers), constants)
+
+
+class ConvProduct:
+    """The operands of one convolution as the kernels read them.
+
+    x: (B, C, *) or (B, k, C, *), g: (B, O, *out) or (B, k, O, *out), n spatial dimensions each. in_tf32: float32
+    operands are read as TF32; otherwise they are split in three products of TF32, which are as near as float32's.
+    """
+
+    def __init__(
+        self, x: Tensor, g: Tensor, geometry: Geometry, *, in_tf32: bool, tiles: ConvTiles | None = None
+    ) -> None:
+        self.plan = _plan(x.shape, g.shape, geometry, g.dtype, in_tf32, tiles)
+        self.g = self._in_words(g, geometry)
+        if self.plan.constants["POINTWISE"]:
+            met: Any = (..., *(slice(None, None, step) for step in geometry.stride))
+            self.x = self._in_words(geometry.padded(x)[met] if geometry.copies else x, geometry)
+        else:
+            self.x = _padded(x, geometry)
+
+    def _in_words(self, rows: Tensor, geometry: Geometry) -> Tensor:
+        """Return (…, *positions) as (…, length), padded with zeros to whole words, so that a thread copies several."""
+        rows = rows.contiguous()
+        missing = self.plan.missing
+        return F.pad(rows.flatten(rows.dim() - len(geometry.kernel)), (0, missing)) if missing else rows
+
+
+def _padded(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return x in NCHW with its padding, in float32.
+
+    Windows begin at any element, and GPUs copy into shared memory 4 bytes at a time, or more. TF32 holds bfloat16 and
+    float16 as they are, so products are those of the half-precision operands.
+    """
+    n = len(geometry.kernel)
+    if not any(geometry.padding):
+        return x.to(torch.float32).contiguous()
+    sizes = [size + 2 * pad for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)]
+    padded = x.new_zeros((*x.shape[:-n], *sizes), dtype=torch.float32)
+    inner: Any = (..., *(slice(pad, pad + size) for size, pad in zip(x.shape[-n:], geometry.padding, strict=True)))
+    padded[inner] = x
+    return padded
+
+
+def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = "auto") -> bool:
+    """Return True if the kernels take this convolution."""
+    served = (
+        len(geometry.kernel) <= 2
+        and g.dtype in TRITON_DTYPES
+        and x.dtype == g.dtype
+        and x.device == g.device
+        and 0 < x.numel() < 2**30 * len(x)  # places in a sample are 32-bit numbers
+        and 0 < g.numel() < 2**30 * len(g)
+    )
+    return use_triton(backend, g.device, served=served, why_not="dtype, shape or three dimensions")
+
+
+@allocates(PER_SAMPLE_GRADIENTS, "aten::new_empty")
+def conv_products(
+    product: ConvProduct, dtype: torch.dtype | None, *, directions: Tensor | None = None
+) -> tuple[Tensor | None, Tensor]:
+    """Return values (B, O, d) in `dtype`, or None if no dtype is given, and parts of their squared norms.
+
+    Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
+    row the squares, the sum, and the product with its direction.
+    """
+    plan, new = product.plan, product.g.new_empty
+    values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
+    shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
+    parts = new(shape, dtype=torch.float64)
+    operands = (product.x, product.g, values, parts, directions)
+    _launch(_conv_products_kernel, product, plan.batch * plan.tiles, operands, operands)
+    _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
+    return values, parts
+
+
+@allocates(GRADIENTS, "aten::new_empty")
+def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
+    """Return Σ_b scale_b V_b, (O, d) float32."""
+    plan = product.plan
+    each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
+    parts = -(-plan.batch // each)
+    totals = product.g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
+    scale = scale.float().contiguous()
+    operands = (product.x, product.g, totals, scale)
+    arguments = (*operands, plan.batch, each, MIN_SCALE)
+    _launch(_conv_sum_kernel, product, parts * plan.tiles, operands, arguments)
+    _announce(_conv_sum_kernel, product, [scale], [totals])
+    return totals[0] if parts == 1 else totals.sum(0)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, product: ConvProduct, programs: int, operands: Sequence[Tensor | None], arguments: tuple[Any, ...]
+) -> None:
+    """Launch a kernel; one that is compiled is called directly.
+
+    Triton's launcher inspects every argument again, and a network has a hundred launches a step. No integer is
+    specialised, so that dtypes, constants and the alignment of the operands decide which kernel it is.
+    """
+    plan, device = product.plan, product.g.device
+    constants = tuple(plan.constants.values())
+    key: tuple[Any, ...] | None = None
+    if has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None:
+        there = [each for each in operands if each is not None]
+        if not any(each.data_ptr() % 16 for each in there):
+            dtypes = (None if each is None else each.dtype for each in operands)
+            key = (kernel.__name__, device_index(device), *dtypes, *constants)
+    with launch_on(device):
+        compiled = _compiled.get(key) if key is not None else None
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments, *plan.arguments, *constants[:-2])  # not num_warps and num_stages
+            return
+        compiled = kernel[(programs,)](*arguments, *plan.arguments, **plan.constants)
+        if key is not None:
+            _compiled[key] = compiled
+
+
+def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: list[Tensor]) -> None:
+    reads, flops = [product.x, product.g, *more], product.plan.flops
+    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=flops))
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _place(
+    tile, p, d, kernel, kernel_w, line_tap, tap, area, whole,
+    POINTWISE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return rows and columns of a tile, and where a column's window begins in a group's channels."""
+    columns = tl.cdiv(d, BLOCK_N)
+    o = (tile // columns) * BLOCK_O + tl.arange(0, BLOCK_O)
+    n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if POINTWISE:
+        window = n.to(tl.int64) * whole
+    else:
+        at = n % kernel
+        window = (n // kernel).to(tl.int64) * area + (at // kernel_w) * line_tap + (at % kernel_w) * tap
+    return o, n, window
+
+
+@jit
+def _multiply(
+    x_rows, g_rows, first, o_in, n_in, length, whole, width_out, line, step, acc,
+    POINTWISE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return acc + g·windows over the positions from `first` on. x_rows: (BLOCK_N,), g_rows: (BLOCK_O,) pointers."""
+    t = first + tl.arange(0, BLOCK_K)
+    g_tile = tl.load(g_rows[:, None] + t[None, :], mask=o_in[:, None] & (t < whole)[None, :], other=0.0)
+    if POINTWISE:
+        x_tile = tl.load(x_rows[None, :] + t[:, None], mask=(t < whole)[:, None] & n_in[None, :], other=0.0)
+    else:
+        places = (t // width_out) * line + (t % width_out) * step
+        x_tile = tl.load(x_rows[None, :] + places[:, None], mask=(t < length)[:, None] & n_in[None, :], other=0.0)
+    return dot(g_tile.to(x_tile.dtype), x_tile, acc, PRECISION)
+
+
+_INTEGERS = (
+    "images", "length", "words", "width_out", "line", "step", "p", "d", "channels", "groups", "kernel", "kernel_w",
+    "line_tap", "tap", "area",
+)  # fmt: skip
+
+
+@partial(jit, do_not_specialize=_INTEGERS)
+def _conv_products_kernel(
+    x, g, values, parts, directions,
+    images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
+    WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of one sample's group per program."""
+    columns = tl.cdiv(d, BLOCK_N)
+    tiles = tl.cdiv(p, BLOCK_O) * columns
+    tile = tl.program_id(0) % tiles
+    b = (tl.program_id(0) // tiles // groups).to(tl.int64)
+    group = tl.program_id(0) // tiles % groups
+    whole = words * WORD
+    o, n, window = _place(tile, p, d, kernel, kernel_w, line_tap, tap, area, whole, POINTWISE, BLOCK_O, BLOCK_N)
+    o_in, n_in = o < p, n < d
+    row = group * p + o
+    acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
+    for image in range(images):
+        at = b * images + image
+        x_rows = x + (at * groups + group) * channels * (whole if POINTWISE else area) + window
+        g_rows = g + (at * groups * p + row) * whole
+        for first in range(0, length, BLOCK_K):
+            acc = _multiply(
+                x_rows,
+                g_rows,
+                first,
+                o_in,
+                n_in,
+                length,
+                whole,
+                width_out,
+                line,
+                step,
+                acc,
+                POINTWISE,
+                PRECISION,
+                BLOCK_K,
+            )
+    inside = o_in[:, None] & n_in[None, :]
+    if values is not None:
+        rounded = acc.to(values.dtype.element_ty)
+        places = (b * groups * p + row)[:, None] * d + n[None, :]
+        tl.store(values + places, rounded, mask=inside)
+        acc = rounded.to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)
+    factor = tl.where(largest > _LARGE, _SHRINK, tl.where(largest < _SMALL, _GROW, 1.0))
+    acc = acc * factor
+    back = 1.0 / factor.to(tl.float64)
+    squares = tl.sum(acc * acc, axis=1)
+    if directions is None:
+        tl.store(parts + tl.program_id(0), tl.sum(squares, axis=0).to(tl.float64) * back * back)
+    else:
+        outs = groups * p
+        direction = tl.load(directions + row.to(tl.int64)[:, None] * d + n[None, :], mask=inside, other=0.0)
+        along = tl.sum(acc * direction, axis=1)
+        slots = parts + (b * columns + tile % columns) * 3 * outs + row
+        tl.store(slots, squares.to(tl.float64) * back * back, mask=o_in)
+        tl.store(slots + outs, tl.sum(acc, axis=1).to(tl.float64) * back, mask=o_in)
+        tl.store(slots + 2 * outs, along.to(tl.float64) * back, mask=o_in)
+
+
+@partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))
+def _conv_sum_kernel(
+    x, g, totals, scale, batch, each, min_scale,
+    images, length, words, width_out, line, step, p, d, channels, groups, kernel, kernel_w, line_tap, tap, area,
+    WORD: tl.constexpr, POINTWISE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sum one tile over `each` samples per program. totals: (parts, groups·p, d)."""
+    tiles = tl.cdiv(p, BLOCK_O) * tl.cdiv(d, BLOCK_N)
+    tile = tl.program_id(0) % tiles
+    group = tl.program_id(0) // tiles % groups
+    part = tl.program_id(0) // tiles // groups
+    whole = words * WORD
+    o, n, window = _place(tile, p, d, kernel, kernel_w, line_tap, tap, area, whole, POINTWISE, BLOCK_O, BLOCK_N)
+    o_in, n_in = o < p, n < d
+    row = group * p + o
+    total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
+    steps = tl.cdiv(length, BLOCK_K)
+    first_sample = part * each
+    # One loop over all samples: a loop for each would drain and refill the pipeline between them.
+    for at in range(first_sample * images * steps, min(batch, first_sample + each) * images * steps):
+        image = (at // steps).to(tl.int64)
+        k = at % steps
+        x_rows = x + (image * groups + group) * channels * (whole if POINTWISE else area) + window
+        g_rows = g + (image * groups * p + row) * whole
+        acc = _multiply(
+            x_rows,
+            g_rows,
+            k * BLOCK_K,
+            o_in,
+            n_in,
+            length,
+            whole,
+            width_out,
+            line,
+            step,
+            acc,
+            POINTWISE,
+            PRECISION,
+            BLOCK_K,
+        )
+        if (k == steps - 1) & ((image + 1) % images == 0):
+            factor = tl.load(scale + image // images)
+            # A sample without a factor may hold NaN: it is put aside, not multiplied by zero.
+            total = tl.where(tl.abs(factor) >= min_scale, total + factor * acc, total)
+            acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
+    places = totals + (part.to(tl.int64) * groups * p + row)[:, None] * d + n[None, :]
+    tl.store(places, total, mask=o_in[:, None] & n_in[None, :])
