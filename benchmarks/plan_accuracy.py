@@ -12,7 +12,8 @@ on a machine without a GPU. `--dry-run` takes predictions for measurements, to t
 Largest batches are searched first, in several processes side by side, which also fill Triton's cache on disk with the
 kernels of all rows. Rows follow, each alone on the GPU: its own steps, and those of a quarter and half of its batch,
 from which `report` tells what a probed plan says. A row that fails says why and the next one goes on. Everything is
-written after every row. Nothing begins after `--budget` seconds; 44 rows and 12 searches take about 480 s on an H200.
+written after every row. Nothing begins after `--budget` seconds. 44 rows and 12 searches are expected to take 450 s on
+an H200.
 """
 
 from __future__ import annotations
