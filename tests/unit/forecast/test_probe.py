@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.forecast.probe import Correction, Probe
+from dpscope.forecast.probe import GAP_SECONDS, Correction, Probe
 from dpscope.forecast.step import StepForecast
 from dpscope.vocabulary.components import UNATTRIBUTED
 
 
 def forecast(batch, gpu=0.001, begin=0.002):
     peak = 1000 + 50 * batch
-    return StepForecast(peak, 0, step_bytes=peak, components={UNATTRIBUTED: 0}, gpu_seconds=begin + gpu * batch)
+    seconds = begin + gpu * batch
+    return StepForecast(peak, 0, step_bytes=peak, components={UNATTRIBUTED: 0}, gpu_seconds=seconds, kernels=100)
 
 
 def truth(batch, *, host=0.0, rate=1.3, workspace=300, per_sample=2):
@@ -36,10 +37,16 @@ def test_steps_that_wait_for_the_host_do_not_grow_with_the_batch():
     assert correct(forecast(64), 64).seconds == pytest.approx(0.5, rel=1e-3)
 
 
-def test_gaps_between_kernels_are_carried_over():
-    probes = [Probe(n, 0, 1.1 * forecast(n).gpu_seconds, forecast(n).gpu_seconds) for n in (8, 16)]
+def test_gaps_between_kernels_do_not_grow_with_the_batch():
+    probes = [Probe(n, 0, 0.001 + forecast(n).gpu_seconds, forecast(n).gpu_seconds) for n in (8, 16)]
     correct = Correction(probes, [forecast(n) for n in (8, 16)])
-    assert correct(forecast(64), 64).seconds == pytest.approx(1.1 * forecast(64).gpu_seconds)
+    assert correct(forecast(64), 64).seconds == pytest.approx(0.001 + forecast(64).gpu_seconds)
+    assert correct(replace(forecast(64), kernels=200), 64).seconds == pytest.approx(0.002 + forecast(64).gpu_seconds)
+
+
+def test_gaps_are_expected_where_every_probed_step_waits_for_the_host():
+    correct = Correction([truth(n, host=0.08, rate=1.0) for n in (8, 16)], [forecast(n) for n in (8, 16)])
+    assert correct(forecast(640), 640).gpu_seconds == pytest.approx(forecast(640).gpu_seconds + 100 * GAP_SECONDS)
 
 
 def test_one_probe_shifts_the_peak():
