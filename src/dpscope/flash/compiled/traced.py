@@ -165,7 +165,9 @@ class GraphRecorder(Recorder):
 
     # The compiler fuses each of these into one pass without a temporary.
 
-    rms_norm_gradients = staticmethod(rms_norm.by_torch)
+    @staticmethod
+    def rms_norm_gradients(*operands: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
+        return rms_norm.by_torch(*operands, **options)
 
     @staticmethod
     def layer_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, **_: object) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,9 @@ DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
 TF32_RATES = Rates(3e14, 2.5e14, 128)
-# Operations a second of the kernel for windows, in TF32 and half precision: 2.3e13 at 49 positions, 6.8e13 at 784
-# (H200, 2026-11-16, benchmarks/kernels/bench_conv_products.py). Gram norms of patches are a layer's own launches.
-CONV_RATE = 5e13
+# Operations a second of the kernel for windows, in TF32 and half precision: 8e13 at 49 positions, 1.4e14 at 784
+# (H200, 2026-11-18, benchmarks/kernels/bench_conv_products.py). Gram norms of patches are a layer's own launches.
+CONV_RATE = 1e14
 PATCHES_LAUNCHES = 2e-4  # seconds of the host
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch

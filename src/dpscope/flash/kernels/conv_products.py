@@ -11,9 +11,9 @@ ever written. Two kernels share that product:
     _conv_sum_kernel        Σ_b c_b V_b: the factor multiplies a sample's whole tile, in float32
 
 Guarantee: norms are of the values that are stored, after their rounding, or of products that `_conv_sum_kernel` makes
-again in the same way: operands are rounded alike (TF32, where cuDNN may use it for the convolution itself), positions
-are added up in the same order, and no factor is rounded into an operand. A sample's positions are never divided among
-programs. A sample whose factor is zero or NaN has no share.
+again in the same way: operands are rounded alike (TF32, where cuDNN may use it for the convolution itself), and no
+factor is rounded into an operand. A sample's positions are never divided among programs. A sample whose factor is zero
+or NaN has no share.
 
 Every finite value has its square: a tile is scaled by a power of two before it is squared, if it needs to be, and tiles
 are added up in float64.
@@ -22,6 +22,7 @@ Windows are contiguous: x is copied once for each column of the kernel and each 
 column j and phase f holds X[c, y·s + f, x·s + j·d] at (y, x), its rows as long as those of g, so that the window under
 kernel element (i, j) is a copy from row (i·d) // s on. Positions lie side by side in memory (NCHW) and rows are whole
 words, so that a thread copies 16 bytes; g is copied too if its rows are not. Kernels of one element read x itself.
+Copies are made of some samples at a time.
 
 Tiles depend on shapes alone: a search at run time would make the first step slower and results depend on the machine's
 load.
@@ -35,8 +36,8 @@ Served: bfloat16, float16 and float32, one or two spatial dimensions. For anythi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -66,6 +67,9 @@ DIRECT_CALLS = (3, 6)
 
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
+
+LEAST_COPIES = 2**24
+"""Bytes of copies below which a launch costs more than they do."""
 
 _COPY_BLOCK = 1024
 _COPY_CONSTANTS = {"BLOCK": _COPY_BLOCK, "num_warps": 4, "num_stages": 1}
@@ -116,20 +120,29 @@ class ConvTiles(NamedTuple):
     num_stages: int
 
 
-def default_tiles(p: int, d: int, length: int, *, pointwise: bool) -> ConvTiles:
-    """Return the tile for p rows, d columns and `length` positions: the fastest on an H200, or near it (2026-11-16).
+NORMS, KEPT, SUM = "norms", "kept", "sum"
+"""What is made of the products."""
 
-    Windows are copied four bytes at a time, so that square tiles, which load least for a product, are best. Kernels of
-    one element are copied in words of 16 bytes: long steps, and small tiles where a sample has few of them.
+
+def default_tiles(p: int, d: int, length: int, work: str, *, pointwise: bool) -> ConvTiles:
+    """Return the tile for p rows, d columns and `length` positions: the fastest on an H200, or near it (2026-11-18).
+
+    Large tiles load least for a product, but kept values have to be written from them, and a sum holds two of them.
     """
     block_o, block_n = _block(p), _block(d)
+    if work == NORMS and p >= 128 and d >= 256:
+        return ConvTiles(128, 256, 32, 8, 3)
     if pointwise and length >= LONG_IMAGES:
         wide = block_o == block_n == 128
         return (
             ConvTiles(block_o, block_n, 64, 8, 3) if wide else ConvTiles(min(64, block_o), min(64, block_n), 64, 4, 4)
         )
+    if not pointwise and block_o == 64 and d >= 256:
+        return ConvTiles(64, 128, 32, 4, 3)
     if pointwise or block_o < 128:
         return ConvTiles(block_o, min(64, block_n), 32, 4, 3)
+    if work == SUM and block_n == 128:
+        return ConvTiles(128, 128, 64, 8, 3)
     return ConvTiles(block_o, block_n, 32, 8 if block_n == 128 else 4, 3)
 
 
@@ -156,7 +169,13 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)  # asked by every layer in every step
 def _plan(
-    x: tuple[int, ...], g: tuple[int, ...], at: Geometry, dtype: torch.dtype, in_tf32: bool, tiles: ConvTiles | None
+    x: tuple[int, ...],
+    g: tuple[int, ...],
+    at: Geometry,
+    dtype: torch.dtype,
+    in_tf32: bool,
+    work: str,
+    tiles: ConvTiles | None,
 ) -> _Plan:
     n, kernel = len(at.kernel), math.prod(at.kernel)
     channels, p, batch = x[-n - 1] // at.groups, g[-n - 1] // at.groups, g[0]
@@ -169,7 +188,7 @@ def _plan(
     stride, down = (at.stride[0], at.dilation[0]) if steep else (1, 1)
     copies, lines = stride * at.kernel[-1], length // line
     rows = lines + (at.kernel[0] - 1) * down // stride if steep else lines
-    tiles = tiles or default_tiles(p, d, length, pointwise=kernel == 1)
+    tiles = tiles or default_tiles(p, d, length, work, pointwise=kernel == 1)
     columns = -(-d // tiles.block_n)
     each = at.groups * -(-p // tiles.block_o) * columns
     integers = [images, lines, (line + missing) // word, rows, copies, p, d, channels]
@@ -182,31 +201,61 @@ def _plan(
     return _Plan(batch, at.groups * p, d, each, columns, missing, copies, rows, flops, tuple(integers), constants)
 
 
+class _Operands(NamedTuple):
+    """Operands of some samples as the kernels read them."""
+
+    samples: slice
+    x: Tensor
+    g: Tensor
+    plan: _Plan
+
+
+@dataclass
 class ConvProduct:
-    """The operands of one convolution as the kernels read them.
+    """The operands of one convolution.
 
     x: (B, C, *) or (B, k, C, *), g: (B, O, *out) or (B, k, O, *out), n spatial dimensions each. in_tf32: float32
     operands are read as TF32; otherwise they are split in three products of TF32, which are as near as float32's.
     """
 
-    def __init__(
-        self, x: Tensor, g: Tensor, geometry: Geometry, *, in_tf32: bool, tiles: ConvTiles | None = None
-    ) -> None:
-        self.plan = plan = _plan(x.shape, g.shape, geometry, g.dtype, in_tf32, tiles)
-        if math.prod(geometry.kernel) > 1:
-            g = g.contiguous()
-            self.g = F.pad(g, (0, plan.missing)) if plan.missing else g
-            self.x = _shifted_copies(x, self.g, geometry, plan)
-            return
-        met: Any = (..., *(slice(None, None, step) for step in geometry.stride))
-        self.g = self._in_words(g, geometry)
-        self.x = self._in_words(geometry.padded(x)[met] if geometry.copies else x, geometry)
+    x: Tensor
+    g: Tensor
+    geometry: Geometry
+    _: KW_ONLY
+    in_tf32: bool
+    tiles: ConvTiles | None = None
 
-    def _in_words(self, rows: Tensor, geometry: Geometry) -> Tensor:
+    def plan(self, work: str, samples: int | None = None) -> _Plan:
+        """Return the plan for the first samples, or for all."""
+        sizes = [(len(self.g) if samples is None else samples, *each.shape[1:]) for each in (self.x, self.g)]
+        return _plan(*sizes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles)
+
+    def pieces(self, work: str) -> Iterator[_Operands]:
+        """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next."""
+        batch, plan, step = len(self.g), self.plan(work), len(self.g)
+        if math.prod(self.geometry.kernel) > 1:
+            planes = math.prod(self.x.shape[1 : -len(self.geometry.kernel)])  # channels of all images of a sample
+            each = planes * plan.copies * plan.rows * (self.g.shape[-1] + plan.missing) * self.x.element_size()
+            step = max(1, max(LEAST_COPIES, self.x.nbytes) // each)
+        for start in range(0, batch, step):
+            samples = slice(start, min(batch, start + step))
+            some = self.plan(work, samples.stop - start)
+            yield _Operands(samples, *self._prepared(self.x[samples], self.g[samples], some), some)
+
+    def _prepared(self, x: Tensor, g: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+        at = self.geometry
+        if math.prod(at.kernel) > 1:
+            g = g.contiguous()
+            g = F.pad(g, (0, plan.missing)) if plan.missing else g
+            return _shifted_copies(x, g, at, plan), g
+        met: Any = (..., *(slice(None, None, step) for step in at.stride))
+        x = at.padded(x)[met] if at.copies else x
+        return self._in_words(x, plan), self._in_words(g, plan)
+
+    def _in_words(self, rows: Tensor, plan: _Plan) -> Tensor:
         """Return (…, *positions) as (…, length), padded with zeros to whole words, so that a thread copies several."""
-        rows = rows.contiguous()
-        missing = self.plan.missing
-        return F.pad(rows.flatten(rows.dim() - len(geometry.kernel)), (0, missing)) if missing else rows
+        rows = rows.contiguous().flatten(rows.dim() - len(self.geometry.kernel))
+        return F.pad(rows, (0, plan.missing)) if plan.missing else rows
 
 
 def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:
@@ -249,29 +298,38 @@ def conv_products(
     Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
     row the squares, the sum, and the product with its direction.
     """
-    plan, new = product.plan, product.g.new_empty
+    work, new = NORMS if dtype is None else KEPT, product.g.new_empty
+    plan = product.plan(work)
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
-    operands = (product.x, product.g, values, parts, directions)
-    launch(_conv_products_kernel, plan.batch * plan.tiles, operands, plan.integers, plan.constants)
-    _announce(_conv_products_kernel, product, [], [parts] if values is None else [parts, values])
+    for samples, x, g, some in product.pieces(work):
+        written = [parts[samples]] if values is None else [parts[samples], values[samples]]
+        operands = (x, g, None if values is None else values[samples], parts[samples], directions)
+        launch(_conv_products_kernel, some.batch * some.tiles, operands, some.integers, some.constants)
+        _announce(_conv_products_kernel, [x, g], written, some)
+        del x, g, operands  # before the next copies are made
     return values, parts
 
 
 @allocates(GRADIENTS, "aten::new_empty")
 def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Return Σ_b scale_b V_b, (O, d) float32."""
-    plan = product.plan
-    each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
-    parts = -(-plan.batch // each)
-    totals = product.g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
+    total: Tensor | None = None
     scale = scale.float().contiguous()
-    operands = (product.x, product.g, totals, scale)
-    integers = (plan.batch, each, MIN_SCALE, *plan.integers)
-    launch(_conv_sum_kernel, parts * plan.tiles, operands, integers, plan.constants)
-    _announce(_conv_sum_kernel, product, [scale], [totals])
-    return totals[0] if parts == 1 else totals.sum(0)
+    for samples, x, g, plan in product.pieces(SUM):
+        each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
+        parts = -(-plan.batch // each)
+        sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
+        factors = scale[samples]
+        integers = (plan.batch, each, MIN_SCALE, *plan.integers)
+        launch(_conv_sum_kernel, parts * plan.tiles, (x, g, sums, factors), integers, plan.constants)
+        _announce(_conv_sum_kernel, [x, g, factors], [sums], plan)
+        whole = sums[0] if parts == 1 else sums.sum(0)
+        total = whole if total is None else total.add_(whole)
+        del x, g  # before the next copies are made
+    assert total is not None
+    return total
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -307,9 +365,8 @@ def launch(
             _compiled[key] = compiled
 
 
-def _announce(kernel: Any, product: ConvProduct, more: list[Tensor], writes: list[Tensor]) -> None:
-    reads, flops = [product.x, product.g, *more], product.plan.flops
-    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=flops))
+def _announce(kernel: Any, reads: list[Tensor], writes: list[Tensor], plan: _Plan) -> None:
+    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=plan.flops))
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

@@ -53,11 +53,19 @@ class Patches(Saved):
     __slots__ = ("by_kernel", "by_torch", "geometry", "in_tf32", "shape")
     kind = "patches"
 
-    def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        g: Tensor,
+        geometry: Geometry,
+        shape: tuple[int, ...],
+        decision: Decision,
+        operator: str = "conv",
+    ) -> None:
         super().__init__(x, g, decision)
         self.geometry = geometry
         self.shape = shape  # of the weight
-        self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
+        self.in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, operator)
         # Kernels that need no patches; depthwise layers have torch's.
         self.by_kernel = not _is_depthwise(shape, geometry) and serves_conv(self.first, self.g, geometry)
         self.by_torch = not self.by_kernel and g.device.type == "cpu" and convolves_unrounded()
@@ -259,6 +267,8 @@ class ConvTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
+        if ctx.live[0]:
+            ctx.recorder.note_input(self.note_input, x)
         ctx.recorder.save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         ctx.geometry = at = self.setting().geometry
         images = x if x.dim() == self.min_dim else x.flatten(0, 1)
@@ -266,20 +276,25 @@ class ConvTap(LayerTap):
         return output if images is x else _apart(output, x)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.recorder.saved(ctx)
+        saved = ctx.recorder.saved(ctx)
+        return (self._input_gradient(ctx, saved, g), *self._pieces(ctx, saved, g))
+
+    def _pieces(self, ctx: Any, saved: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
         trains_weight, trains_bias = ctx.live
         channel = g.dim() - self.min_dim + 1
         others = [dim for dim in range(1, g.dim()) if dim != channel]
         sums = g.sum(others, dtype=wide(g.dtype)) if trains_bias else None
-        dx = None
-        if ctx.needs_input_grad[1]:
-            at, n = ctx.geometry, len(ctx.geometry.kernel)
-            arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
-            folded = channel > 1
-            rows = (g.flatten(0, 1), x.flatten(0, 1)) if folded else (g, x)
-            dx = torch.ops.aten.convolution_backward(*rows, weight, None, *arguments)[0]
-            dx = _apart(dx, x) if folded else dx
-        return (dx, x, g, sums) if trains_weight else (dx, None, None, sums)
+        return (saved[0], g, sums) if trains_weight else (None, None, sums)
+
+    def _input_gradient(self, ctx: Any, saved: tuple[Tensor, Tensor], g: Tensor) -> Tensor | None:
+        if not ctx.needs_input_grad[1]:
+            return None
+        (x, weight), at, n = saved, ctx.geometry, len(ctx.geometry.kernel)
+        arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
+        folded = g.dim() > self.min_dim
+        rows = (g.flatten(0, 1), x.flatten(0, 1)) if folded else (g, x)
+        dx: Tensor = torch.ops.aten.convolution_backward(*rows, weight, None, *arguments)[0]
+        return _apart(dx, x) if folded else dx
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live
@@ -288,9 +303,9 @@ class ConvTap(LayerTap):
         return (Spec(x.shape, y.dtype), y, sums) if trains_weight else (None, None, sums)
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
-        dx, *pieces = self.gradients(ctx, g)
-        self._record(pieces, ctx.geometry)
-        return dx
+        saved = ctx.recorder.saved(ctx)
+        self._record(self._pieces(ctx, saved, g), ctx.geometry)  # takes memory that the gradient of x would share
+        return self._input_gradient(ctx, saved, g)
 
     def is_traceable(self) -> bool:
         """Return whether a graph may hold the calls: not after an option changed, because pieces are recorded later."""
@@ -308,16 +323,23 @@ class ConvTap(LayerTap):
             add_patches(self, slot, x, g, geometry)
 
 
-def patches_of(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...]) -> Patches:
-    """Return the operands of a convolution's weight gradient, with the path that is chosen for them."""
-    patches = Patches(x, g, geometry, shape, _UNDECIDED)
+def patches_of(
+    tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], operator: str = "conv"
+) -> Patches:
+    """Return the operands of a convolution's weight gradient, with the path that is chosen for them.
+
+    operator: of cuDNN, which says how operands are rounded
+    """
+    patches = Patches(x, g, geometry, shape, _UNDECIDED, operator)
     patches.decision = _decide(tap, patches)
     return patches
 
 
-def add_patches(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, geometry: Geometry) -> None:
+def add_patches(
+    tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, geometry: Geometry, operator: str = "conv"
+) -> None:
     """Give the engine the per-sample gradients of a convolution's weight, kept or as x and g."""
-    patches = patches_of(tap, x, g, geometry, tuple(slot.parameter.shape))
+    patches = patches_of(tap, x, g, geometry, tuple(slot.parameter.shape), operator)
     slot.describe("patches", patches.decision, {"x": x.shape, "g": g.shape})
     if patches.decision.path != KEEP:
         tap.engine.add(slot, patches)
@@ -334,7 +356,8 @@ def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
     unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel, groups)
-    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
+    freed = p + held // length if tap.shares_input is False and groups == 1 else None  # x, too
+    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded, width_freed=freed)
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:

@@ -6,7 +6,6 @@ handed to the engine as they are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,7 +19,6 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
-from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import NEEDS_DENSE
 
 
@@ -79,7 +77,6 @@ def lone_gradient(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
 class LinearTap(LayerTap):
     transposed = False
     casts_input = True
-    shares_input: bool | None = None  # with another layer that reads the same x; None: nobody has looked
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
@@ -87,22 +84,10 @@ class LinearTap(LayerTap):
         if ctx.live[0]:
             if x.layout != torch.strided:
                 self._refuse_sparse()
-            recorder.note_input(self._note_input, x)
+            recorder.note_input(self.note_input, x)
         recorder.save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         output: Tensor = recorder.linear(x, weight.t() if self.transposed else weight, bias)
         return output
-
-    def _note_input(self, x: Tensor) -> None:
-        """Note whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
-        if type(x) is not Tensor and dry_run.current() is None:  # a FakeTensor has no address
-            return
-        rules, pointer = self.engine.path_rules, x.data_ptr()
-        known = rules.readers.get(pointer)
-        if known is not None and known[0]() is not None:
-            self.shares_input = known[1].shares_input = True
-        elif self.shares_input is None:
-            self.shares_input = False
-        rules.readers[pointer] = weakref.ref(x), self
 
     def _refuse_sparse(self) -> NoReturn:
         raise self.engine.refusal(f"{self.name} was given a sparse tensor, {NEEDS_DENSE}")
@@ -150,7 +135,7 @@ class LinearTap(LayerTap):
         if x is None or g is None:
             return
         if self.shares_input is None:  # nobody looked in forward
-            self._note_input(x)
+            self.note_input(x)
         slot, first, second = self._product(x, as_sequences(g))
         decision = decide(self, slot, first, second, self._width_freed(x, g))
         if postpones and decision.path == KEEP:  # first the sums: torch's scratch memory for them is as large as g

@@ -23,8 +23,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.kernels.float32_products import rounded_as_cudnn
+from dpscope.flash.kernels.conv_products import Geometry, serves_conv
+from dpscope.flash.kernels.float32_products import cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.sample_sums import bias_sums
+from dpscope.flash.layers.conv import add_patches
 from dpscope.flash.layers.linear import keep_or_defer
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
@@ -170,13 +172,19 @@ class RecurrentTap(OpaqueTap):
         x, before, du, dv = (each.transpose(0, 1) for each in (x, before, du, dv))
         of_ih, of_hh, bias_ih, bias_hh = weights.slots
         for slot, side, g in ((of_ih, x, du), (of_hh, before, dv)):
-            if slot is not None:
+            if slot is None:
+                continue
+            # cuDNN may round the operands to TF32; these kernels do, and others only if products may be rounded, too.
+            if cudnn_in_tf32(g.device, "rnn") and serves_conv(side.mT, g.mT, _EACH_STEP):
+                add_patches(self, slot, side.mT, g.mT, _EACH_STEP, "rnn")
+            else:
                 keep_or_defer(self, slot, side, g)
         for slot, g in ((bias_ih, du), (bias_hh, dv)):
             if slot is not None:
                 self.engine.add(slot, Kept(bias_sums(g)))
 
 
+_EACH_STEP = Geometry((1,), (1,), (0,), (1,), 1)  # a weight is a convolution of one step
 _RULE = "a recurrent layer: products of inputs and of hidden states with the gradients of the gates"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -13,6 +14,7 @@ from dpscope.flash.gradients.contributions import Kept, Summed, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NEEDS_DENSE
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.frames import break_graph, in_graph
@@ -114,6 +116,19 @@ class TapOfSamples(EngineTap):
         # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
         self.known: set[int] = set()
         self.shared: set[int] = set()
+        self.shares_input: bool | None = None  # with another layer that holds the same x; None: nobody has looked
+
+    def note_input(self, x: Tensor) -> None:
+        """Note whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
+        if type(x) is not Tensor and dry_run.current() is None:  # a FakeTensor has no address
+            return
+        readers, pointer = self.engine.path_rules.readers, x.data_ptr()
+        known = readers.get(pointer)
+        if known is not None and known[0]() is not None:
+            self.shares_input = known[1].shares_input = True
+        elif self.shares_input is None:
+            self.shares_input = False
+        readers[pointer] = weakref.ref(x), self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return break_graph(self, args, kwargs) if in_graph() else self.call(*args, **kwargs)
