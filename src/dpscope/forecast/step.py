@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ def forecast_step(
     try:
         with (
             _quiet(),
+            _uncollected(),
             open_device(card, limit if alone else None) as device,
             fake_world(spec.settings, device.allocator),
         ):
@@ -102,6 +104,18 @@ def forecast_step(
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause Python's collector of reference cycles: it takes a seventh of a prediction."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -386,7 +386,7 @@ class BareTap(TapOfSamples):
         return self.derive(func, leaves, spec)
 
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
-        if current_hooks() != self.hooks:
+        if current_hooks() != (self.hooks or self.engine.forwards.hooks):
             raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
         args, kwargs = rebuild([leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves], spec)
         if self.engine.forwards.in_trial:

@@ -32,7 +32,7 @@ from dpscope.flash.torch_side.arguments import (
     rows_of,
     without_rows,
 )
-from dpscope.flash.torch_side.autograd_graph import in_backward
+from dpscope.flash.torch_side.autograd_graph import Hooks, current_hooks, in_backward
 from dpscope.flash.torch_side.captures import own_capture, refuse_capture
 from dpscope.flash.torch_side.module_state import uncached_parametrizations
 
@@ -96,6 +96,7 @@ class ForwardPasses:
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self._first_given: list[weakref.ref[Tensor]] = []  # what the first forward pass of the micro-batch was given
         self._warned_of_others = False
+        self.hooks: Hooks | None = None  # on saved tensors, where the root's forward began
         self.in_trial = False
         self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
         self.is_made_up = False  # the micro-batch: this process has no sample in it
@@ -273,6 +274,7 @@ class ForwardPasses:
             return forward
 
         def settled(*args: Any, **kwargs: Any) -> Any:
+            self.hooks = current_hooks()
             output = forward(*args, **kwargs)
             if not any(isinstance(leaf, Proxy) for leaf in leaves_in(output)):
                 return output

@@ -328,6 +328,15 @@ def test_what_is_made_of_parameters_does_not_run_a_checkpoint_again():
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("name", ["of two modules", "given back to the parent"])
+def test_hooks_on_saved_tensors_around_a_step_are_no_checkpoint(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), FOLLOWED[name]())
+    with torch.autograd.graph.save_on_cpu():
+        engine = assert_exact(model, {"x": torch.randn(3, LENGTH, WIDTH)}, losses)
+    assert "opaque" not in {row.kind for row in engine.explain()}
+
+
 def test_a_use_inside_a_checkpoint_inside_its_module_is_left_to_vmap():
     def run(m, x):
         return checkpoint(lambda y: m.inner(y) * m.p, x, use_reentrant=False)
