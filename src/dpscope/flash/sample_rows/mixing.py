@@ -53,8 +53,8 @@ _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
 _CONFIRMED = 1e-6
 _ANOTHER = 0.1  # of its size: an output that differs by more in float64 is that of another branch
+_VANISHED = 1e-6  # of its size in float32: what is left in float64 of an output that is only rounding
 _WIDE_NUMEL = 1 << 18  # parameters, or elements of outputs, from which float64 serves only to confirm a refusal
-_KEPT_NUMEL = 1 << 18  # elements of outputs that are kept for another question: more would add to the peak
 _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -83,7 +83,6 @@ class Mixing(TriedCall):
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._in_turn = False  # whether runs may follow each other, to answer two questions
         self._keeps_nothing = False  # whether they have shown that the model keeps nothing of its samples
-        self._silent: tuple[list[int], list[Tensor]] | None = None  # rows, and outputs, of a run without random numbers
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
@@ -126,7 +125,7 @@ class Mixing(TriedCall):
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
         if numel <= _WIDE_NUMEL and dry_run.current() is None:
-            refusal = self._in_float64(self._compare_sizes)
+            refusal = self._in_float64(lambda: self._compare_sizes(self.rows()))
             if isinstance(refusal, UserError):
                 raise refusal
 
@@ -134,9 +133,13 @@ class Mixing(TriedCall):
         """Compare some rows with the random numbers of the step, one half of them replaced and then the other."""
         self._confirmed(lambda: self._try_readings(self._draw_others if self.is_random else lambda: None))
 
+    def compare_sizes(self) -> None:
+        """Compare a few samples by themselves with the whole batch: a model may branch on their number, and mix many."""
+        self._confirmed(lambda: self._compare_sizes(list(range(self.batch))))
+
     def _draw(self) -> None:
         self._try_readings(self._draw_others)
-        self._compare_sizes()
+        self._compare_sizes(list(range(self.batch)))
         if self.is_random:
             self._draw_others(MORE_DRAWS)
         if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
@@ -185,11 +188,7 @@ class Mixing(TriedCall):
 
         failed = self._in_float64(run) is not None or len(wide) != len(own)
         pairs = [both for both in zip(own, wide, strict=False) if both[0].is_floating_point()]
-        return not failed and all(
-            mine.shape == other.shape
-            and bool(read((mine - other).nan_to_num().norm() <= _ANOTHER * other.nan_to_num().norm(), True))
-            for mine, other in pairs
-        )
+        return not failed and all(mine.shape == other.shape and _same_branch(mine, other) for mine, other in pairs)
 
     def _draws_random_numbers(self) -> bool:
         with self.untouched():
@@ -302,11 +301,7 @@ class Mixing(TriedCall):
         other like steps: what modules keep stays.
         """
         with self.untouched(attributes=not in_turn):
-            states = RandomStates.now(self.devices) if seed is None else None
             before = self._outputs(index, seed)
-            is_silent = states is not None and states.equals(RandomStates.now(self.devices))
-        if states is not None and not self.wide:
-            self._silent = (index, before) if is_silent and self._numel <= _KEPT_NUMEL else None
         others = sorted(set(range(self.batch)) - set(index))
         for replaced in RANDOM.sample(self._halves(len(index)), 2 if len(index) == 2 else turns):
             self._is_loud = not self._is_loud
@@ -381,28 +376,26 @@ class Mixing(TriedCall):
 
     # -- their number ------------------------------------------------------------------------------------------------
 
-    def _compare_sizes(self) -> None:
+    def _compare_sizes(self, index: list[int]) -> None:
         """Refuse a model whose output for a sample depends on how many there are, or on its place among them.
 
-        The last sample and the first are run by themselves, in this order. The dimension of an output that has fewer
-        entries for fewer samples is that of the samples. Dropout is switched off, because it draws other numbers for
-        fewer samples. If the model draws others besides, no verdict is given. If it draws none, all of the samples need
-        not be run again.
+        The last of the samples and the first are run by themselves, in this order. The dimension of an output that has
+        fewer entries for fewer samples is that of the samples. Dropout is switched off, because it draws other numbers
+        for fewer samples. If the model draws others besides, no verdict is given.
         """
-        rows, many = (self.rows(), None) if self._silent is None or self.wide else self._silent
-        dropout = WithoutDropout() if many is None else nullcontext()
-        some = [[len(rows) - 1, 0]] if len(rows) > 2 else []
-        some += [[len(rows) - 1], list(range(len(rows) // 2))]  # some models do not take one sample alone, or an order
-        if many is None:
-            with self.untouched(), dropout:
-                seed_all(1, self.devices)
-                before = RandomStates.now(self.devices)
-                many = self._outputs(rows, None)
-                self.is_random = not before.equals(RandomStates.now(self.devices))
+        last, half = len(index) - 1, list(range(len(index) // 2))
+        some = [[last, 0], [last], half] if last > 1 else [[last], half]  # some models do not take one, or an order
+        numel = self._numel
+        with self.untouched(), WithoutDropout():
+            seed_all(1, self.devices)
+            before = RandomStates.now(self.devices)
+            many = self._outputs(index, None)
+            self.is_random = not before.equals(RandomStates.now(self.devices))
+        self._numel = numel
         for places in some:
             try:
-                with self.untouched(), dropout:
-                    few = self._outputs([rows[place] for place in places], 1)
+                with self.untouched(), WithoutDropout():
+                    few = self._outputs([index[place] for place in places], 1)
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -410,11 +403,11 @@ class Mixing(TriedCall):
                 continue
         else:
             return
-        sizes = len(places), len(rows)
+        sizes = len(places), len(index)
         if len(few) == len(many):
             self.output_dims = [dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
-        differ = (self._row_differs(*both, places, len(rows), output) for output, both in pairs)
+        differ = (self._row_differs(*both, places, len(index), output) for output, both in pairs)
         if not self.is_random and any(differ):
             raise UserError(
                 "what the model gives for a sample depends on how many samples are in its batch, or on its place "
@@ -524,6 +517,12 @@ class Mixing(TriedCall):
                 self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
                 found.append(note())
         return found
+
+
+def _same_branch(own: Tensor, wide: Tensor) -> bool:
+    """Return whether two outputs differ by rounding alone. One that is only rounding vanishes in float64."""
+    apart, size, before = (each.nan_to_num().double().norm() for each in (own - wide, wide, own))
+    return bool(read((apart <= _ANOTHER * size) | (size <= _VANISHED * before), True))
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class BegunPass(NamedTuple):
 class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
 
+    batch: int  # the most samples of which it was asked if their number matters
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
     output_dims: list[int | None] | None
@@ -148,11 +149,12 @@ class Verification:
         else:
             known = self._verified[way]
             _refuse_other_values(known.given, call)
-            if self.schedule.is_due(call.batch):
+            grown = call.batch > 2 * known.batch and not self.schedule.paused  # it may mix many samples, and not few
+            if self.schedule.is_due(call.batch) or grown:
                 self._shared, self._output_dims, self._mixed = known.shared, known.output_dims, known.mixed
                 self._is_random = known.is_random
-                failure, verified = self._look_again(call), True
-                self._verified[way] = self._reading(call)
+                failure, verified = self._look_again(call, known.batch), True
+                self._verified[way] = self._reading(call, known.batch)
         mixed = self._verified[way].mixed if way in self._verified else self._mixed
         return BegunPass(call, way, self.buffers.look(), failure, verified, mixed)
 
@@ -235,12 +237,12 @@ class Verification:
 
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _reading(self, call: RootCall) -> _Reading:
+    def _reading(self, call: RootCall, batch: int = 0) -> _Reading:
         leaves = enumerate(leaves_in((call.args, call.kwargs)))
         given = {
             place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
         }
-        return _Reading(self._shared, given, self._output_dims, self._mixed, self._is_random)
+        return _Reading(max(batch, call.batch), self._shared, given, self._output_dims, self._mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -299,8 +301,8 @@ class Verification:
                 self._test_of(call, mixing).try_other_samples()
             raise
 
-    def _look_again(self, call: RootCall) -> Exception | None:
-        """Check some rows of a call whose way was verified before."""
+    def _look_again(self, call: RootCall, most: int) -> Exception | None:
+        """Check some rows of a call whose way was verified before, with at most so many samples."""
         try:
             whole = self.schedule.note_look()
             mixing = self._mixing(call)
@@ -308,6 +310,8 @@ class Verification:
             if call.batch > 1:
                 mixing.look_again()
                 self._shared = mixing.shared
+                if call.batch > most:
+                    mixing.compare_sizes()
             if whole:
                 mixing.find_carried_state()
                 self._self_test(call, self._test_of(call, mixing))
