@@ -134,7 +134,7 @@ class Mixing(TriedCall):
         self._confirmed(lambda: self._try_readings(self._draw_others if self.is_random else lambda: None))
 
     def compare_sizes(self) -> None:
-        """Compare a few samples by themselves with the whole batch: a model may branch on their number, and mix many."""
+        """Compare a few samples with the whole batch: a model may branch on their number, and mix many."""
         self._confirmed(lambda: self._compare_sizes(list(range(self.batch))))
 
     def _draw(self) -> None:
