@@ -29,7 +29,7 @@ from dpscope.flash.sample_rows.comparison import (
     no_part_depends_on_both,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed
-from dpscope.flash.sample_rows.snapshots import Buffers, ModelSnapshot, opened_gates
+from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
@@ -39,7 +39,7 @@ from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.places import number_in
-from dpscope.random_states import RandomStates, cuda_devices, seed_all
+from dpscope.random_states import RandomStates, seed_all
 
 DRAWS = 3
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
@@ -53,6 +53,7 @@ _SAME, _SAME_SHARE, _SAME_FLOAT64 = 1e-5, 1e-4, 1e-9
 # The same in float64, asked of a model that moved by more in its own dtype. Some of its modules may compute in float32.
 _CONFIRMED = 1e-6
 _ANOTHER = 0.1  # of its size: an output that differs by more in float64 is that of another branch
+_VANISHED = 1e-6  # of its size in float32: what is left in float64 of an output that is only rounding
 _WIDE_NUMEL = 1 << 18  # parameters, or elements of outputs, from which float64 serves only to confirm a refusal
 _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -76,21 +77,16 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
         self.alone, self.gates = alone, gates
-        self._snapshot: ModelSnapshot | None = None
-        self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._turn = 0  # of replaced samples
         self.is_random = False  # whether the model draws random numbers besides dropout's
         self.to_the_bit = False  # whether any difference counts
         self._is_loud = False  # whether the sample that was put in place of another is a large one
+        self._in_turn = False  # whether runs may follow each other, to answer two questions
+        self._keeps_nothing = False  # whether they have shown that the model keeps nothing of its samples
         self._numel = 0  # elements of all outputs
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
-
-    def _untouched(self) -> AbstractContextManager[None]:
-        """Return a context after which the model, and all random states, are as they were before the first question."""
-        self._snapshot = self._snapshot or ModelSnapshot(self.model)
-        return self._snapshot.kept()
 
     def has_different_samples(self) -> bool:
         """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
@@ -125,20 +121,25 @@ class Mixing(TriedCall):
                 f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
                 f"whether they mix. {PUT_BATCH_FIRST}"
             )
+        self._in_turn = True
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
         if numel <= _WIDE_NUMEL and dry_run.current() is None:
-            refusal = self._in_float64(self._compare_sizes)
+            refusal = self._in_float64(lambda: self._compare_sizes(self.rows()))
             if isinstance(refusal, UserError):
                 raise refusal
 
     def look_again(self) -> None:
-        """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
+        """Compare some rows with the random numbers of the step, one half of them replaced and then the other."""
         self._confirmed(lambda: self._try_readings(self._draw_others if self.is_random else lambda: None))
+
+    def compare_sizes(self) -> None:
+        """Compare a few samples with the whole batch: a model may branch on their number, and mix many."""
+        self._confirmed(lambda: self._compare_sizes(list(range(self.batch))))
 
     def _draw(self) -> None:
         self._try_readings(self._draw_others)
-        self._compare_sizes()
+        self._compare_sizes(list(range(self.batch)))
         if self.is_random:
             self._draw_others(MORE_DRAWS)
         if self.output_dims is not None and not any(dim is not None for dim in self.output_dims):
@@ -178,27 +179,22 @@ class Mixing(TriedCall):
     def _is_the_same_in_float64(self) -> bool:
         """Return whether outputs in float64 are those of the model's dtype: it may do something else in another one."""
         rows, wide = self.rows(), list[Tensor]()
-        with self._untouched():
+        with self.untouched():
             own = self._outputs(rows, 1)
 
         def run() -> None:
-            with self._untouched():
+            with self.untouched():
                 wide.extend(self._outputs(rows, 1))
 
         failed = self._in_float64(run) is not None or len(wide) != len(own)
         pairs = [both for both in zip(own, wide, strict=False) if both[0].is_floating_point()]
-        return not failed and all(
-            mine.shape == other.shape
-            and bool(read((mine - other).nan_to_num().norm() <= _ANOTHER * other.nan_to_num().norm(), True))
-            for mine, other in pairs
-        )
+        return not failed and all(mine.shape == other.shape and _same_branch(mine, other) for mine, other in pairs)
 
     def _draws_random_numbers(self) -> bool:
-        devices = cuda_devices(self.model)
-        with self._untouched():
-            before = RandomStates.now(devices)
+        with self.untouched():
+            before = RandomStates.now(self.devices)
             self._outputs(self.rows(), None)
-            return not before.equals(RandomStates.now(devices))
+            return not before.equals(RandomStates.now(self.devices))
 
     def _in_float64(self, question: Callable[[], None]) -> Exception | None:
         """Ask a question with parameters, buffers and arguments in float64; return the error that it ends with."""
@@ -234,7 +230,8 @@ class Mixing(TriedCall):
                     continue
                 tried.add(self.shared)
                 try:
-                    self._compare_rows(rows, None, 2)
+                    if not self._shows_nothing_in_turn(rows):
+                        self._compare_rows(rows, None, 2)
                     shown = False
                     further()
                     self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
@@ -246,6 +243,30 @@ class Mixing(TriedCall):
             if isinstance(refusals[0], UserError):  # it ran, and samples mix; otherwise rows were of no sample
                 break
         raise refusals[0]
+
+    def _shows_nothing_in_turn(self, rows: list[int]) -> bool:
+        """Return whether samples do not mix, and nothing is kept of them, in runs that follow each other like steps.
+
+        What modules keep stays from run to run, so that the same runs answer both questions. If anything shows, or a
+        run fails, they have to be asked one by one. This is for the first batch alone: what is made of the first run's
+        samples and kept shows only in further draws.
+        """
+        if not (self._in_turn and self.to_the_bit) or dry_run.current() is not None:
+            return False
+        try:
+            with self.untouched():
+                before = self._compare_rows(rows, None, 2, in_turn=True)
+                with self.untouched(attributes=False):
+                    self._outputs(self._shifted(rows), None, altered=True)
+                after = self._outputs(rows, None)
+        except torch.OutOfMemoryError:
+            raise
+        except (Exception, NotFollowed):
+            if not self._sizes:  # the first run, which found the model as it is
+                raise
+            return False
+        self._keeps_nothing = not any_apart(before, after, len(rows), repeated=True)
+        return self._keeps_nothing
 
     def _shares_relation(self) -> bool:
         """Return whether an argument with two dimensions of the batch's size is taken to be shared by all samples."""
@@ -270,13 +291,16 @@ class Mixing(TriedCall):
                 finally:
                     self.across = None
 
-    def _compare_rows(self, index: list[int], seed: int | None, turns: int = 1) -> None:
-        """Refuse a model in whose output the rows of some samples change with the others.
+    def _compare_rows(
+        self, index: list[int], seed: int | None, turns: int = 1, *, in_turn: bool = False
+    ) -> list[Tensor]:
+        """Refuse a model in whose output the rows of some samples change with the others; return what it gives.
 
         A random half of the samples is replaced; in a second turn the other half is. Many replaced samples show more
-        than one does: whether any is the longest, or which branch their mean takes.
+        than one does: whether any is the longest, or which branch their mean takes. With `in_turn` the runs follow each
+        other like steps: what modules keep stays.
         """
-        with self._untouched():
+        with self.untouched(attributes=not in_turn):
             before = self._outputs(index, seed)
         others = sorted(set(range(self.batch)) - set(index))
         for replaced in RANDOM.sample(self._halves(len(index)), 2 if len(index) == 2 else turns):
@@ -284,16 +308,17 @@ class Mixing(TriedCall):
             changed = list(index)
             for place in replaced:
                 changed[place] = RANDOM.choice(others or [row for row in index if row != index[place]])
-            with self._untouched():
+            with self.untouched(attributes=not in_turn):
                 after = self._outputs(changed, seed, loud=RANDOM.choice(replaced) if self._is_loud else None)
             kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
             for output, (first, second) in enumerate(zip(before, after, strict=False)):
                 if self._moved(first, second, len(index), kept, self._allowed_share(output, first)):
-                    where = self._where((index, changed), seed, kept)
+                    where = "" if in_turn else self._where((index, changed), seed, kept)
                     raise UserError(
                         f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes "
                         f"with the others. {PUT_BATCH_FIRST}"
                     )
+        return before
 
     def _halves(self, count: int) -> list[list[int]]:
         """Return two random halves of so many places; of few places, each alone in its turn, the last one first."""
@@ -327,7 +352,7 @@ class Mixing(TriedCall):
         try:
             for rows in runs:
                 seen.append([])
-                with self._untouched():
+                with self.untouched():
                     self._outputs(rows, seed)
         except Exception:  # it cannot be told
             return ""
@@ -351,26 +376,26 @@ class Mixing(TriedCall):
 
     # -- their number ------------------------------------------------------------------------------------------------
 
-    def _compare_sizes(self) -> None:
+    def _compare_sizes(self, index: list[int]) -> None:
         """Refuse a model whose output for a sample depends on how many there are, or on its place among them.
 
-        The last sample and the first are run by themselves, in this order. The dimension of an output that has fewer
-        entries for fewer samples is that of the samples. Dropout is switched off, because it draws other numbers for
-        fewer samples. If the model draws others besides, no verdict is given.
+        The last of the samples and the first are run by themselves, in this order. The dimension of an output that has
+        fewer entries for fewer samples is that of the samples. Dropout is switched off, because it draws other numbers
+        for fewer samples. If the model draws others besides, no verdict is given.
         """
-        rows = self.rows()
-        some = [[len(rows) - 1, 0]] if len(rows) > 2 else []
-        some += [[len(rows) - 1], list(range(len(rows) // 2))]  # some models do not take one sample alone, or an order
-        devices = cuda_devices(self.model)
-        with self._untouched(), WithoutDropout():
-            seed_all(1, devices)
-            before = RandomStates.now(devices)
-            many = self._outputs(rows, None)
-            self.is_random = not before.equals(RandomStates.now(devices))
+        last, half = len(index) - 1, list(range(len(index) // 2))
+        some = [[last, 0], [last], half] if last > 1 else [[last], half]  # some models do not take one, or an order
+        numel = self._numel
+        with self.untouched(), WithoutDropout():
+            seed_all(1, self.devices)
+            before = RandomStates.now(self.devices)
+            many = self._outputs(index, None)
+            self.is_random = not before.equals(RandomStates.now(self.devices))
+        self._numel = numel
         for places in some:
             try:
-                with self._untouched(), WithoutDropout():
-                    few = self._outputs([rows[place] for place in places], 1)
+                with self.untouched(), WithoutDropout():
+                    few = self._outputs([index[place] for place in places], 1)
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -378,11 +403,11 @@ class Mixing(TriedCall):
                 continue
         else:
             return
-        sizes = len(places), len(rows)
+        sizes = len(places), len(index)
         if len(few) == len(many):
             self.output_dims = [dim_of_samples(*both, *sizes) for both in zip(few, many, strict=True)]
         pairs = enumerate(zip(few, many, strict=False))
-        differ = (self._row_differs(*both, places, len(rows), output) for output, both in pairs)
+        differ = (self._row_differs(*both, places, len(index), output) for output, both in pairs)
         if not self.is_random and any(differ):
             raise UserError(
                 "what the model gives for a sample depends on how many samples are in its batch, or on its place "
@@ -400,7 +425,7 @@ class Mixing(TriedCall):
             return False
         same = b.index_select(0, torch.tensor(places, device=b.device))
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
-        dtypes = self._dtypes
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if self.wide and (share := self._allowed_share(output, many)) is not None:
             allowed = share * torch.maximum(size, size.new_tensor(largest(b)))
         elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
@@ -432,7 +457,7 @@ class Mixing(TriedCall):
 
     def _whole_outputs(self, row: int | None) -> list[Tensor]:
         """Return the real outputs with at least one dimension, sample `row` replaced."""
-        with self._untouched():
+        with self.untouched():
             found = self._outputs(None if row is None else replaced(self.batch, row), None)
         return [value for value in found if value.dim() and value.is_floating_point()]
 
@@ -444,7 +469,7 @@ class Mixing(TriedCall):
         It runs on a batch, and then on another: the output for the second must not depend on the first. Buffers are
         checked elsewhere, and restored in between.
         """
-        if dry_run.current() is not None:
+        if self._keeps_nothing or dry_run.current() is not None:
             return
         rows = self.rows()
         first, second = (self._second_of_two(rows, altered=altered) for altered in (False, True))
@@ -457,7 +482,7 @@ class Mixing(TriedCall):
 
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
         """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
-        with self._untouched():
+        with self.untouched():
             buffers = Buffers(self.model)
             first = rows if self.batch == 1 or not altered else self._shifted(rows)
             try:
@@ -473,7 +498,7 @@ class Mixing(TriedCall):
         return [others[-1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
-        with self._untouched():
+        with self.untouched():
             state = ModuleState(self.model)
             self._outputs(rows, 1)
             names = sorted(state.take_changes())
@@ -487,11 +512,17 @@ class Mixing(TriedCall):
         """Return `note`'s results after runs on the original batch, and with the first and last sample replaced."""
         found = []
         for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
-            with self._untouched():
+            with self.untouched():
                 alone = self.batch == 1 and row is not None
                 self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
                 found.append(note())
         return found
+
+
+def _same_branch(own: Tensor, wide: Tensor) -> bool:
+    """Return whether two outputs differ by rounding alone. One that is only rounding vanishes in float64."""
+    apart, size, before = (each.nan_to_num().double().norm() for each in (own - wide, wide, own))
+    return bool(read((apart <= _ANOTHER * size) | (size <= _VANISHED * before), True))
 
 
 @contextmanager

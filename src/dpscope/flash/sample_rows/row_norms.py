@@ -28,8 +28,7 @@ from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import is_coarse
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
-from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.torch_side import dry_run
@@ -80,9 +79,9 @@ class TestedEngine(Protocol):
 
 
 class RowNorms:
-    """Runs of the tapped model on the samples `rows` of a call, and the norms that they leave.
+    """Runs of the tapped model on some samples of a call, and the norms that they leave.
 
-    sampled      arguments with a row for each: id -> dimension
+    tried        says which arguments hold samples, and which samples to run on
     output_dims  of each tensor among the outputs: the dimension of samples; None if that is not known
     """
 
@@ -90,17 +89,21 @@ class RowNorms:
         self,
         engine: TestedEngine,
         call: RootCall,
-        sampled: dict[int, int],
-        rows: list[int],
+        tried: TriedCall,
         *,
         output_dims: Sequence[int | None] | None = None,
     ) -> None:
-        self.engine, self.model, self.call, self.sampled = engine, engine.model, call, sampled
-        self.rows, self.output_dims = torch.tensor(rows), output_dims
+        self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
+        self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
+        self.untouched, self.may_repeat, self.devices = tried.untouched, tried.may_repeat, tried.devices
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows
         self.mixed: set[OutputPlace] = set()  # those of them that mix samples
+
+    def resume(self, call: RootCall, tried: TriedCall) -> None:
+        """Go on with the same samples after the taps have changed."""
+        self.call, self.untouched = self.call._replace(forward=call.forward), tried.untouched
 
     # -- one sample replaced -------------------------------------------------------------------------------------------
 
@@ -118,11 +121,11 @@ class RowNorms:
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
         """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
-        with untouched(self.model), self.engine.state.trial(len(rows)):
+        with self.untouched(), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:
                 return {}, []
-            self.coarse = rounds_inside(outputs)
+            self.coarse = rounds_inside(nodes_behind(outputs))
             terms = list(map(_reduced, outputs))
             total = sum(terms[1:], terms[0])
             gradients_of(total, [])
@@ -162,7 +165,7 @@ class RowNorms:
         if self.call.batch < 2 or dry_run.current() is not None:
             return
         rows = (torch.cat([self.rows, self.rows[:more]]) + 1) % self.call.batch
-        with untouched(self.model), self.engine.state.trial(len(rows)):
+        with self.untouched(), self.engine.state.trial(len(rows)):
             try:
                 self._forward(self.call.forward, rows)
             except UserError:
@@ -201,7 +204,7 @@ class RowNorms:
 
     def _norms_of(self, place: OutputPlace, rows: Tensor) -> Tensor | None:
         """Return the norms of the samples' gradients of one output, (B,), over all parameters; None if it fails."""
-        with untouched(self.model), self.engine.state.trial(len(rows)):
+        with self.untouched(), self.engine.state.trial(len(rows)):
             try:
                 output = self._run(self.call.forward, rows)[place]
                 gradients_of(_reduced(output), [])
@@ -309,11 +312,11 @@ def _in_any_block(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def rounds_inside(outputs: list[Tensor]) -> bool:
+def rounds_inside(nodes: list[Any]) -> bool:
     """Return whether the model computed in 16 bits, whatever it returns: an autocast of its own, as Accelerate's is."""
     half, casts = (torch.bfloat16, torch.float16), ("device_autocast_kwargs", "cpu_autocast_kwargs")
     return any(
         any(part.dtype in half for part in getattr(node, "_input_metadata", ()))
         or any(getattr(node, cast, {}).get("enabled") for cast in casts)  # of a reentrant checkpoint
-        for node in nodes_behind(outputs)
+        for node in nodes
     )

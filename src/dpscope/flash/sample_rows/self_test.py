@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import is_coarse, largest_difference
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.row_norms import RowNorms, TestedEngine, rounds_inside
-from dpscope.flash.sample_rows.snapshots import opened_gates, untouched
-from dpscope.flash.sample_rows.tried_call import RootCall
+from dpscope.flash.sample_rows.snapshots import opened_gates
+from dpscope.flash.sample_rows.tried_call import RootCall, TriedCall
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import tensors_in
@@ -44,7 +45,7 @@ from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.left_graphs import LeftGraphs
-from dpscope.random_states import RandomStates, cuda_devices, seed_all
+from dpscope.random_states import RandomStates, seed_all
 
 # How far two ways to compute an output may be apart, of its largest element.
 _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -55,6 +56,7 @@ _DIFFERENT = (
 )
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
+NORM_SLICE = 2**17
 _LOUD = 2.0**10
 """Factor of all weights, unless a model computes in 16 bits: a backward pass that clips what is large is not linear."""
 
@@ -62,26 +64,28 @@ Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of th
 
 
 class SelfTest(RowNorms):
-    """One test of a call, of the samples `rows`."""
+    """One test of a call."""
 
     def __init__(
         self,
         engine: TestedEngine,
         call: RootCall,
-        sampled: dict[int, int],
-        rows: list[int],
+        tried: TriedCall,
         *,
         seed: int,
         output_dims: Sequence[int | None] | None = None,
     ) -> None:
-        super().__init__(engine, call, sampled, rows, output_dims=output_dims)
+        super().__init__(engine, call, tried, output_dims=output_dims)
         self.seed = seed
-        order = torch.randperm(len(rows), generator=_seeded("cpu", seed))
-        spread = torch.linspace(0.5, 1.5, len(rows), dtype=torch.float64)
+        rows = len(self.rows)
+        order = torch.randperm(rows, generator=_seeded("cpu", seed))
+        spread = torch.linspace(0.5, 1.5, rows, dtype=torch.float64)
         self.weights = torch.where(order % 2 == 0, spread[order], -spread[order])  # no two are alike
-        self.first_half = order < -(-len(rows) // 2)
+        self.first_half = order < -(-rows // 2)
         self.loudness = 1.0  # factor of the weights
         self.has_rows = False  # whether an output has a row for each sample
+        # Outputs and gradients of the untouched model, until they are compared: other taps may have to be tried first.
+        self._truth: tuple[list[Tensor], dict[nn.Parameter, Tensor | None]] | None = None
 
     def run(self) -> None:
         """Raise NotFollowed for a module whose taps do not do what it does."""
@@ -94,18 +98,12 @@ class SelfTest(RowNorms):
             self.find_mixed()
 
     def _compare(self, names: dict[str, nn.Parameter]) -> bool:
-        versions = [parameter._version for parameter in names.values()]
-        with untouched(self.model), self.engine.without_taps():
-            outputs, expected, left = self._ordinary(list(names.values()))
-            if [parameter._version for parameter in names.values()] != versions:  # a forward that writes into them
-                outputs, expected, left = self._ordinary(list(names.values()))
-        self._refuse_left(left)
-        if expected is None:
+        if self._truth is None:
+            self._truth = self._of_untouched(list(names.values()))
+        if self._truth is None:
             return False
-        gradients = dict(zip(names.values(), expected, strict=True))
-        del expected
-        with untouched(self.model), self.engine.state.trial(len(self.rows)):
-            wrong, norms, order, leaking = self._tapped(outputs, gradients)
+        with self.untouched(), self.engine.state.trial(len(self.rows)):
+            wrong, norms, order, leaking = self._tapped(*self._truth)
         if wrong and self._is_random():
             return False  # what draws random numbers sample by sample draws others than for a batch
         named = {parameter: name for name, parameter in names.items()}
@@ -116,6 +114,18 @@ class SelfTest(RowNorms):
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
 
+    def _of_untouched(
+        self, parameters: list[nn.Parameter]
+    ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor | None]] | None:
+        """Return outputs and gradients without taps; None if no output has a gradient."""
+        versions = [parameter._version for parameter in parameters]
+        with self.untouched(), self.engine.without_taps():
+            outputs, expected, left = self._ordinary(parameters)
+            if [parameter._version for parameter in parameters] != versions:  # a forward that writes into them
+                outputs, expected, left = self._ordinary(parameters)
+        self._refuse_left(left)
+        return None if expected is None else (outputs, dict(zip(parameters, expected, strict=True)))
+
     def _refuse_left(self, left: LeftGraphs) -> None:
         """Refuse a loss that forward keeps where nobody can look: in a list of its file, say.
 
@@ -124,8 +134,8 @@ class SelfTest(RowNorms):
         kept = [tensor for tensor in left.tensors() if len(self.rows) not in tensor.shape]
         if not kept:
             return
-        with untouched(self.model), self.engine.without_taps(), (again := LeftGraphs()):
-            again.mark(self._forward(self.model.forward, (self.rows + 1) % self.call.batch))
+        with self.untouched(), self.engine.without_taps(), (again := LeftGraphs()):
+            again.mark(nodes_behind(self._forward(self.model.forward, (self.rows + 1) % self.call.batch)))
         others = again.tensors()
         for tensor in kept:
             if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in others):
@@ -139,20 +149,21 @@ class SelfTest(RowNorms):
 
     def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None, LeftGraphs]:
         """Return outputs, the gradients for cotangents whose rows are multiplied by the weights, and what is left."""
-        before, left = RandomStates.now(cuda_devices(self.model)), LeftGraphs()
+        before, left = RandomStates.now(self.devices), LeftGraphs()
         with left if dry_run.current() is None else nullcontext():
             outputs = self._forward(self.model.forward)
-        self.draws = not before.equals(RandomStates.now(cuda_devices(self.model)))
-        left.mark(outputs)
+        self.draws = not before.equals(RandomStates.now(self.devices))
+        nodes = nodes_behind(outputs)
+        left.mark(nodes)
         if not outputs:
             return [], None, left
         self.has_rows = any(dim is not None for dim in self.dims)
-        self.coarse = rounds_inside(outputs)
+        self.coarse = rounds_inside(nodes)
         full = {tensor.dtype for tensor in (*outputs, *parameters)} <= set(_OUTPUTS) and not self.coarse
         self.loudness = _LOUD if full and dry_run.current() is None else 1.0
         total = self._total(outputs, self.first_half, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
-            found = _gradients(total, parameters)
+            found = _gradients(total, parameters, nodes)
         return [output.detach() for output in outputs], list(found), left
 
     def _tapped(
@@ -174,7 +185,7 @@ class SelfTest(RowNorms):
             )
         if [output.shape for output in outputs] != [each.shape for each in expected]:
             raise Mismatch([], "with taps the model gives outputs of other shapes than without")
-        wrong = self._differing(expected, outputs)
+        wrong, self._truth = self._differing(expected, outputs), None
         expected.clear()
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
         if past:
@@ -190,7 +201,7 @@ class SelfTest(RowNorms):
             truth = gradients.pop(parameter)
             nothing = parameter.new_zeros(())
             truth = nothing if truth is None else truth
-            norms[parameter] = _norm((nothing if mine is None else mine) - truth), _norm(truth)
+            norms[parameter] = _norm(nothing if mine is None else mine, truth), _norm(truth)
 
         with self._closed(recorded) as micro:
             del recorded
@@ -285,8 +296,8 @@ class SelfTest(RowNorms):
             return False
         runs = []
         for seed in (1, 2):
-            with untouched(self.model), self.engine.without_taps(), torch.no_grad():
-                seed_all(seed, cuda_devices(self.model))
+            with self.untouched(), self.engine.without_taps(), torch.no_grad():
+                seed_all(seed, self.devices)
                 args, kwargs = self._arguments(self.rows)
                 runs.append(tensors_in(self.model.forward(*args, **kwargs)))
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
@@ -303,9 +314,9 @@ class SelfTest(RowNorms):
         return bad
 
 
-def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+def _gradients(total: Tensor, parameters: list[nn.Parameter], nodes: list[Any]) -> Sequence[Tensor | None]:
     """Return autograd's gradients; by `backward` if there is a reentrant checkpoint, which `grad` does not enter."""
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
 
@@ -315,8 +326,16 @@ def _not_zero(norms: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
     return {parameter: size for parameter, size in zip(norms, sizes, strict=True) if size and math.isfinite(size)}
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+def _norm(tensor: Tensor, minus: Tensor | None = None) -> Tensor:
+    """Return the norm of a tensor, or of its difference from another, in float64.
+
+    Slices are copied to float64 first: torch's own float64 norm of float32 takes 6 times as long on a CPU.
+    """
+    parts = list(torch.split(tensor.reshape(-1), NORM_SLICE))
+    if minus is not None:
+        others = torch.split(minus.expand(tensor.shape).reshape(-1), NORM_SLICE)
+        parts = [part - other for part, other in zip(parts, others, strict=True)]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.double()) for part in parts]))
     return norm
 
 

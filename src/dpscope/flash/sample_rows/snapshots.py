@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
 from dpscope.random_states import RandomStates, cuda_devices
+
+_FIRST = 1024
+"""Elements of a parameter that are read first."""
 
 
 class Buffers:
@@ -35,15 +38,18 @@ class Buffers:
 class ModelSnapshot:
     """Random states, buffers and attributes of a model as they are now, to be put back after runs of it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self._attributes, self._buffers = ModuleState(model), Buffers(model)
-        self._random = RandomStates.now(cuda_devices(model))
-        generators = {id(v): v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
+        self._random = RandomStates.now(devices)
+        owned = [value for module in model.modules() for value in vars(module).values()]
+        generators = {
+            id(value): value for value in owned if torch.Generator in type(value).__mro__
+        }  # isinstance is slow
         self._own = [(generator, generator.get_state()) for generator in generators.values()]
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put everything back after the block."""
+    def kept(self, *, attributes: bool = True) -> Iterator[None]:
+        """Put everything back after the block; without `attributes`, what modules keep stays."""
         try:
             yield
         finally:
@@ -51,7 +57,8 @@ class ModelSnapshot:
             self._random.put_back()
             for generator, state in self._own:
                 generator.set_state(state)
-            self._attributes.restore()
+            if attributes:
+                self._attributes.restore()
             # Casts of weights made without gradients would be taken for those of the real forward.
             torch.clear_autocast_cache()
 
@@ -59,10 +66,8 @@ class ModelSnapshot:
 @contextmanager
 def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
-    parameters = list(parameters)
-    opened = [parameter.detach().any().cpu() for parameter in parameters]
-    is_open = read(torch.stack(opened), True) if opened else []
-    closed = [parameter.data for parameter, opens in zip(parameters, is_open, strict=True) if not opens]
+    # Most parameters have an element that is not zero among the first: few are read as a whole.
+    closed = _all_zero(_all_zero([parameter.data for parameter in parameters], first=_FIRST))
     for index, gate in enumerate(closed):
         values = torch.randn(gate.shape, generator=torch.Generator().manual_seed(index))
         gate.copy_(0.1 * values)
@@ -73,6 +78,13 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
             gate.zero_()
 
 
+def _all_zero(tensors: Collection[Tensor], first: int | None = None) -> list[Tensor]:
+    """Return the tensors whose elements, or `first` elements, are all zero."""
+    found = [tensor.reshape(-1)[:first].any().cpu() for tensor in tensors]
+    values = read(torch.stack(found), True) if found else []
+    return [tensor for tensor, is_open in zip(tensors, values, strict=True) if not is_open]
+
+
 def untouched(model: nn.Module) -> AbstractContextManager[None]:
     """Restore random states, buffers and attributes of the model after the block."""
-    return ModelSnapshot(model).kept()
+    return ModelSnapshot(model, cuda_devices(model)).kept()

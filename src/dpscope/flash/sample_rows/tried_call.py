@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpscope.flash.sample_rows.snapshots import ModelSnapshot
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
@@ -56,7 +57,7 @@ class TriedCall:
         in_any_dim: bool,
         shared: frozenset[int] = frozenset(),
     ) -> None:
-        self.model = model
+        self.model, self.devices = model, cuda_devices(model)
         self.shared = shared
         self.in_any_dim = in_any_dim
         self.forward, self.batch = call.forward, call.batch
@@ -64,7 +65,16 @@ class TriedCall:
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
         self.wide = False  # whether it runs in float64
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
+        self._snapshot: ModelSnapshot | None = None
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
+
+    def untouched(self, *, attributes: bool = True) -> AbstractContextManager[None]:
+        """Return a context after which the model, and all random states, are as they were before the first question.
+
+        Without `attributes`, what modules keep stays.
+        """
+        self._snapshot = self._snapshot or ModelSnapshot(self.model, self.devices)
+        return self._snapshot.kept(attributes=attributes)
 
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
@@ -164,7 +174,7 @@ class TriedCall:
 
         args, kwargs = replace_leaves(self.call, chosen)
         if seed is not None:
-            seed_all(seed, cuda_devices(self.model))
+            seed_all(seed, self.devices)
         with running, torch.no_grad(), warnings.catch_warnings(), eagerly():
             warnings.simplefilter("ignore")
             return self.forward(*args, **kwargs)

@@ -64,6 +64,7 @@ class BegunPass(NamedTuple):
 class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
 
+    batch: int  # the most samples of which it was asked if their number matters
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
     output_dims: list[int | None] | None
@@ -100,6 +101,7 @@ class Verification:
         self._verified: dict[object, _Reading] = {}  # ways in which the root was called, in order
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
         self._asked: object = None  # the way, and the pass, of which it was found that samples do not mix
+        self._interrupted: SelfTest | None = None  # of that pass, until it runs with taps that fit
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
@@ -147,11 +149,12 @@ class Verification:
         else:
             known = self._verified[way]
             _refuse_other_values(known.given, call)
-            if self.schedule.is_due(call.batch):
+            grown = call.batch > 2 * known.batch and not self.schedule.paused  # it may mix many samples, and not few
+            if self.schedule.is_due(call.batch) or grown:
                 self._shared, self._output_dims, self._mixed = known.shared, known.output_dims, known.mixed
                 self._is_random = known.is_random
-                failure, verified = self._look_again(call), True
-                self._verified[way] = self._reading(call)
+                failure, verified = self._look_again(call, known.batch), True
+                self._verified[way] = self._reading(call, known.batch)
         mixed = self._verified[way].mixed if way in self._verified else self._mixed
         return BegunPass(call, way, self.buffers.look(), failure, verified, mixed)
 
@@ -202,7 +205,7 @@ class Verification:
             return
         failure = None
         try:
-            self._self_test(call)
+            self._self_test(call, self._test_of(call, self._mixing(call)))
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -234,12 +237,12 @@ class Verification:
 
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _reading(self, call: RootCall) -> _Reading:
+    def _reading(self, call: RootCall, batch: int = 0) -> _Reading:
         leaves = enumerate(leaves_in((call.args, call.kwargs)))
         given = {
             place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
         }
-        return _Reading(self._shared, given, self._output_dims, self._mixed, self._is_random)
+        return _Reading(max(batch, call.batch), self._shared, given, self._output_dims, self._mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -260,18 +263,27 @@ class Verification:
 
         If the pass begins again with other taps, the untouched model is not asked again.
         """
-        asked = way, self.schedule.passes
+        asked, (test, self._interrupted) = (way, self.schedule.passes), (self._interrupted, None)
         try:
             if asked != self._asked:
                 self._shared, self._output_dims, self._mixed, self.doubt = frozenset(), None, frozenset(), ""
-                mixing = self._mixing(call)
+                mixing, test = self._mixing(call), None
                 if call.batch > 1:
                     self._draw(mixing, call)
                     self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
                     self._is_random = mixing.is_random
                 mixing.find_carried_state()
                 self._asked = asked
-            self._self_test(call)
+            else:
+                mixing = self._mixing(call)
+            if test is None or test.may_repeat != mixing.may_repeat:
+                test = self._test_of(call, mixing)
+            else:
+                test.resume(call, mixing)
+            self._self_test(call, test)
+        except NotFollowed:
+            self._interrupted = test
+            raise
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -285,13 +297,12 @@ class Verification:
         try:
             mixing.draw()
         except UserError:
-            tried = SelfTest(self._engine, call, mixing.sampled_leaves(), mixing.rows(), seed=0)
             with self._engine.forwards.trial(), self.locally():
-                tried.try_other_samples()
+                self._test_of(call, mixing).try_other_samples()
             raise
 
-    def _look_again(self, call: RootCall) -> Exception | None:
-        """Check some rows of a call whose way was verified before."""
+    def _look_again(self, call: RootCall, most: int) -> Exception | None:
+        """Check some rows of a call whose way was verified before, with at most so many samples."""
         try:
             whole = self.schedule.note_look()
             mixing = self._mixing(call)
@@ -299,20 +310,23 @@ class Verification:
             if call.batch > 1:
                 mixing.look_again()
                 self._shared = mixing.shared
+                if call.batch > most:
+                    mixing.compare_sizes()
             if whole:
                 mixing.find_carried_state()
-                self._self_test(call)
+                self._self_test(call, self._test_of(call, mixing))
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return error
         return None
 
-    def _self_test(self, call: RootCall) -> None:
+    def _test_of(self, call: RootCall, mixing: Mixing) -> SelfTest:
+        """Return a test of samples for which `mixing` has found that they do not mix."""
+        return SelfTest(self._engine, call, mixing, seed=self.schedule.passes, output_dims=self._output_dims)
+
+    def _self_test(self, call: RootCall, test: SelfTest) -> None:
         """Compare the taps with the untouched model."""
-        tried = self._mixing(call)
-        rows, seed = tried.rows(), self.schedule.passes
-        test = SelfTest(self._engine, call, tried.sampled_leaves(), rows, seed=seed, output_dims=self._output_dims)
         # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
         hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
         with self._engine.forwards.trial() as unknown, hidden, self.locally():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-from dpscope.flash.torch_side.autograd_graph import nodes_behind
 
 
 class _Mark:
@@ -32,9 +31,9 @@ class LeftGraphs(saved_tensors_hooks):
         super().__exit__(*args)
         self._last = _sequence_number()
 
-    def mark(self, outputs: list[Tensor]) -> None:
-        """Mark the graph of the outputs; no more is to come."""
-        for node in nodes_behind(outputs):
+    def mark(self, nodes: list[Any]) -> None:
+        """Mark the nodes of the outputs' graph; no more is to come."""
+        for node in nodes:
             if type(node).__name__ != "AccumulateGrad":  # which lives with its parameter
                 node.metadata[_Mark] = self._mark
         self._mark = None

@@ -230,6 +230,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 def tensors_inside(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in a value; not those of containers that are `seen` already."""
+    if type(value) in _IMMUTABLE:
+        return
     if isinstance(value, Tensor):
         yield value
         return

@@ -33,6 +33,30 @@ def test_a_division_by_the_number_of_samples_is_found_by_one_sample_alone(dtype,
         model(torch.randn(9, WIDTH, dtype=dtype))
 
 
+class MixesMany(nn.Module):
+    """Mixes samples if there are more than `most`, which is more than verification tries at a time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.layer, self.drop, self.last, self.most = nn.Linear(WIDTH, 3), nn.Dropout(0.1), nn.Linear(3, 3), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.last(self.drop(h - h.mean(0) if len(h) > self.most else h))
+
+
+@pytest.mark.parametrize("batches", [[24], [6, 24]], ids=["first", "larger"])
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_a_model_that_mixes_only_many_samples_is_refused(batches, mode):
+    model = MixesMany(20).train(mode)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for batch in batches[:-1]:
+            model(torch.randn(batch, WIDTH)).sum().backward()
+            engine.finish()
+        with pytest.raises(UserError, match="depends on how many samples"):
+            model(torch.randn(batches[-1], WIDTH))
+
+
 class Amplified(nn.Module):
     """Amplifies rounding: the sum of normalised numbers is zero but for it, and changes with the batch's size."""
 
