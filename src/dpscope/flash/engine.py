@@ -141,7 +141,7 @@ class FlashEngine:
             self.verification,
             retap=self.attachment.retap,
             close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
-            abandon=self._abandon_draw,
+            abandon=self.abandon_draw,
             batch_size_of=batch_size_of,
             budget=budget,
             ranks=self.ranks,
@@ -401,15 +401,22 @@ class FlashEngine:
         """Set p.grad of every parameter to None, or to zero if this engine made it and `set_to_none` is False."""
         self.running_sums.clear(set_to_none)
 
-    def _abandon_draw(self) -> None:
-        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice."""
+    def abandon_draw(self, *, keeps_batch: bool = False) -> None:
+        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice.
+
+        `keeps_batch`: what backward recorded is of the next draw, and stays.
+        """
         warnings.warn(
             "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
             "are dropped, and no step is taken for it",
             stacklevel=2,
         )
-        self.state.complete()
-        self.zero_grad()
+        if keeps_batch:
+            self.state.forget_sums()
+            self.running_sums.clear()
+        else:
+            self.state.complete()
+            self.zero_grad()
 
     def discard(self) -> None:
         """Drop what backward recorded and was not summed; keep gradients."""

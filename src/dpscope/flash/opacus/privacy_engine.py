@@ -41,6 +41,7 @@ from dpscope.flash.opacus.opacus_arguments import (
     validate,
     warn_of_untrained,
 )
+from dpscope.flash.opacus.physical_batches import PhysicalBatches
 from dpscope.flash.opacus.privacy_spent import Spending, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
@@ -86,7 +87,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # Of the call of make_private that runs:
     _engine_options: Mapping[str, Any] = MappingProxyType({})
     _pad_batches: PadBatches = False
-    _counted_sampler: Any = None
+    _sampler: Any = None
 
     def make_private(
         self,
@@ -175,9 +176,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.attachment.hooks.append(_accept_opacus_names(module))
-        self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
+        self.accountant.dpscope_poisson = poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         optimizer.accountant = self.accountant
-        self.spending = Spending(optimizer.step_hook, self._counted_sampler)
+        optimizer.physical_batches = PhysicalBatches(
+            self._sampler, ahead=loader.num_workers * (loader.prefetch_factor or 0)
+        )
+        self.spending = Spending(optimizer.step_hook, self._sampler if poisson else None)
         optimizer.attach_step_hook(self.spending)
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else engine, optimizer, loader
@@ -351,9 +355,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         if ranks is not None and several:
             ranks.control.shares_given = 0
             loader = loader_of_rank(loader, ranks.control) if poisson else loader
-        self._counted_sampler = loader.batch_sampler if poisson else None
-        if poisson:
-            count_draws(loader.batch_sampler)
+        self._sampler = loader.batch_sampler
+        count_draws(self._sampler)
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from dpscope.errors import UserError
 from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
+from dpscope.flash.opacus.physical_batches import PhysicalBatches
 from dpscope.flash.opacus.privacy_spent import HISTORY, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
@@ -99,10 +100,12 @@ class DPFlashOptimizer(DPOptimizer):
         self.noise = NoiseSource(generator, used_keys_of(engine.model))
         self._key: Key | None = None  # of the step that runs
         self._steps = 0
+        self._announced = 0  # physical batches, before the last step took its own
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
         self._fused, self._adam_bc = fused, adam_bc
         self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
+        self.physical_batches = PhysicalBatches()
         self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
             optimizer,
@@ -219,13 +222,28 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _skips(self) -> bool:
         """Return True if the physical batch does not end its logical batch. Then add up its sums and keep them."""
-        goes_on = self.engine.state.draw_goes_on
-        skips = bool(self._check_skip_next_step() or goes_on)
+        self._announced = len(self.physical_batches)
+        in_batches, goes_on = self.engine.state.draw_goes_on, self.draw_goes_on()
+        self.physical_batches.take()
+        skips = goes_on or in_batches
         self._meet_ranks(skips)
         if skips:
             self.clip_and_accumulate()
         self._is_last_step_skipped = skips
         return skips
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Say whether the physical batch that is drawn now leaves its draw open. BatchMemoryManager calls it."""
+        self.physical_batches.announce(do_skip)
+
+    def draw_goes_on(self) -> bool:
+        """Return whether the next step only sums. Drop the sums of another draw, whose rest the loop left out."""
+        goes_on, draw = self.physical_batches.next()
+        # Padded batches know their own draw, and workers may have drawn others by now.
+        is_known = len(self.physical_batches) > 0 or not self.engine.forwards.expects_padding
+        if is_known and self.engine.state.accumulating and draw != self.physical_batches.summed:
+            self.engine.abandon_draw(keeps_batch=True)
+        return goes_on
 
     def _meet_ranks(self, skips: bool) -> None:
         """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""
@@ -240,7 +258,7 @@ class DPFlashOptimizer(DPOptimizer):
         how = self._privatisation()
         return {
             "backward passes since the last step": self.engine.state.micro_batches,
-            "batches that BatchMemoryManager drew and the loop did not train on": len(self._step_skip_queue),
+            "batches that BatchMemoryManager drew and the loop did not train on": self._announced,
             "the standard deviation of the noise": how.noise_std,
             "the divisor of the sums": 1 / how.grad_scale,
             "the clipping bound": self.max_grad_norm,
