@@ -42,7 +42,7 @@ from dpscope.flash.opacus.opacus_arguments import (
     warn_of_untrained,
 )
 from dpscope.flash.opacus.physical_batches import PhysicalBatches
-from dpscope.flash.opacus.privacy_spent import Spending, count_draws
+from dpscope.flash.opacus.privacy_spent import Spending, continued, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
 from dpscope.flash.ranks.ranks import refusing_together
@@ -312,8 +312,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
         The state of `module` is loaded and, if given, of the private `optimizer`. `kwargs` are `path` and the other
         arguments of Opacus's `load_checkpoint`. Noise is fresh, unless `resume_noise` continues the generator of the
-        saved run: see `DPFlashOptimizer.load_state_dict`.
+        saved run: see `DPFlashOptimizer.load_state_dict`. Steps that this engine has counted since still count.
         """
+        spent = list(self.accountant.history)
         if resume_noise:
             if not isinstance(optimizer, DPFlashOptimizer):
                 raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
@@ -322,6 +323,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         wrapped = isinstance(module, AbstractGradSampleModule)
         with nullcontext() if wrapped else _accept_opacus_names(module):
             checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+        self.accountant.history = continued(spent, self.accountant.history)
         used = checkpoint.pop(USED_NOISE_KEYS, None)
         if used is not None and not resume_noise:
             used_keys_of(module).update(used.tolist())
