@@ -178,6 +178,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         engine.attachment.hooks.append(_accept_opacus_names(module))
         self.accountant.dpscope_poisson = poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         optimizer.accountant = self.accountant
+        self.accountant.history = continued(self.accountant.history, optimizer.spent_before)
         optimizer.physical_batches = PhysicalBatches(
             self._sampler, ahead=loader.num_workers * (loader.prefetch_factor or 0)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.physical_batches import PhysicalBatches
-from dpscope.flash.opacus.privacy_spent import HISTORY, continued
+from dpscope.flash.opacus.privacy_spent import HISTORY, History, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import outside_graphs
@@ -28,6 +29,7 @@ from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_key
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
+PRIVATE_RUN = "dpscope_private_run"  # in the first parameter group, which any optimizer keeps that loads the state
 CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
 
 _OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
@@ -116,6 +118,8 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        self.spent_before: History = []  # by the run whose state the ordinary optimizer had loaded
+        self._take_run(optimizer.param_groups)
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
         engine.attachment.hooks += [
@@ -425,10 +429,27 @@ class DPFlashOptimizer(DPOptimizer):
         noise = None if self.secure_mode else self.noise.state()
         if noise is not None:
             state_dict[NOISE_STATE] = noise
+        run = {
+            "history": [] if self.accountant is None else self.accountant.history,
+            "used": self.noise.used.state().tolist(),
+        }
+        if any(run.values()):
+            first, *others = state_dict["param_groups"]
+            state_dict["param_groups"] = [{**first, PRIVATE_RUN: json.dumps(run)}, *others]
+
+    def _take_run(self, groups: list[dict[str, Any]]) -> None:
+        """Take a saved run out of parameter groups: count its privacy, refuse a generator that repeats its noise."""
+        for run in [json.loads(group.pop(PRIVATE_RUN)) for group in groups if PRIVATE_RUN in group]:
+            self.spent_before = continued(self.spent_before, run["history"])
+            if self.accountant is not None:
+                self.accountant.history = continued(self.accountant.history, run["history"])
+            self.check_noise({"used": torch.tensor(run["used"], dtype=torch.int64)}, resume_noise=False)
 
     def _load_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.check_noise(state_dict.get(NOISE_STATE), resume_noise=False)
-        return {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._take_run(groups)
+        return {**{key: value for key, value in state_dict.items() if key != NOISE_STATE}, "param_groups": groups}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(
