@@ -125,6 +125,10 @@ class FlashEngine:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
+        arguments = {"clipping": self.clip.name, **vars(self.clip), "rows_per_sample": rows_per_sample}
+        arguments |= {"loss_reduction": loss_reduction, "memory_budget": memory_budget}
+        plain = [f"{n}={v}" for n, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)]
+        self.ranks.control.agree("the arguments of make_private", plain)
         self.running_sums = RunningSums(self._slots.values())
         self.anchor = Anchor(budget.begin_backward)
         self.attachment = Attachment(self, self.ranks)

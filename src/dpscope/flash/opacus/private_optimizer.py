@@ -102,7 +102,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.noise = NoiseSource(generator, used_keys_of(engine.model))
         self._key: Key | None = None  # of the step that runs
         self._steps = 0
-        self._announced = 0  # physical batches, before the last step took its own
+        self._left_over = 0  # physical batches announced beside that of the last step
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
         self._fused, self._adam_bc = fused, adam_bc
@@ -126,6 +126,7 @@ class DPFlashOptimizer(DPOptimizer):
             optimizer.register_state_dict_post_hook(self._save_noise),
             optimizer.register_load_state_dict_pre_hook(self._load_noise),
             *engine.ranks.watch_forwards(),
+            *engine.ranks.watch_loads(optimizer),
         ]
 
     @property
@@ -226,7 +227,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _skips(self) -> bool:
         """Return True if the physical batch does not end its logical batch. Then add up its sums and keep them."""
-        self._announced = len(self.physical_batches)
+        self._left_over = max(0, len(self.physical_batches) - 1)
         in_batches, goes_on = self.engine.state.draw_goes_on, self.draw_goes_on()
         self.physical_batches.take()
         skips = goes_on or in_batches
@@ -262,7 +263,7 @@ class DPFlashOptimizer(DPOptimizer):
         how = self._privatisation()
         return {
             "backward passes since the last step": self.engine.state.micro_batches,
-            "batches that BatchMemoryManager drew and the loop did not train on": self._announced,
+            "batches that BatchMemoryManager drew and the loop did not train on": self._left_over,
             "the standard deviation of the noise": how.noise_std,
             "the divisor of the sums": 1 / how.grad_scale,
             "the clipping bound": self.max_grad_norm,
