@@ -6,6 +6,7 @@ schedulers are Opacus's own.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -247,6 +248,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         """Return ε of all steps so far at δ = `delta`. Warn if it does not hold for them, or is above the target."""
         for doubt in [] if self.spending is None else self.spending.doubts():
             warnings.warn(doubt, stacklevel=2)
+        if any(noise == 0 for noise, _, _ in self.accountant.history):
+            return math.inf  # Opacus's PRV accountant ends in an OverflowError
         epsilon: float = super().get_epsilon(delta)
         return epsilon
 

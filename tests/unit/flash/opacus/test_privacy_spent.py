@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 
@@ -81,6 +82,12 @@ def test_going_back_to_a_checkpoint_gives_no_privacy_back(how, tmp_path):
     load()
     train(model, optimizer, loader)
     assert engine.accountant.history == [(1.0, 0.25, 12)]
+
+
+def test_steps_without_noise_have_no_finite_epsilon():
+    engine, model, optimizer, loader = private(noise_multiplier=0.0)
+    train(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) == math.inf
 
 
 def test_a_distributed_checkpoint_keeps_the_bound_that_adapts(tmp_path):
