@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dpscope.errors import UserError
 
 
-class Draw(NamedTuple):
+class NumberedDraw(NamedTuple):
     """Number of a pass over the data, and of the draw that was given last."""
 
     of_pass: int
@@ -29,21 +29,21 @@ class PhysicalBatches:
     def __init__(self, sampler: Any = None, ahead: int = 0) -> None:
         self.sampler = sampler
         self.ahead = ahead
-        self._announced: list[tuple[bool, Draw]] = []
+        self._announced: list[tuple[bool, NumberedDraw]] = []
         self._left = 0  # when the last step had taken its own
-        self.summed: Draw | None = None  # of the last step
+        self.summed: NumberedDraw | None = None  # of the last step
 
     def __len__(self) -> int:
         return len(self._announced)
 
-    def _now(self) -> Draw:
-        return Draw(getattr(self.sampler, "passes", 0), getattr(self.sampler, "draws_given", 0))
+    def _now(self) -> NumberedDraw:
+        return NumberedDraw(getattr(self.sampler, "passes", 0), getattr(self.sampler, "draws_given", 0))
 
     def announce(self, goes_on: bool) -> None:
         """Announce a physical batch of the current draw. `goes_on`: it is not the last one."""
         self._announced.append((goes_on, self._now()))
 
-    def next(self) -> tuple[bool, Draw]:
+    def next(self) -> tuple[bool, NumberedDraw]:
         """Return whether the draw of the next step's batch goes on, and the draw. Drop what was left over."""
         of_pass = self._now().of_pass
         kept = [each for each in self._announced if each[1].of_pass == of_pass]

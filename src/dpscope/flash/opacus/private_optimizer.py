@@ -238,7 +238,7 @@ class DPFlashOptimizer(DPOptimizer):
         return skips
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say whether the physical batch that is drawn now leaves its draw open. BatchMemoryManager calls it."""
+        """Announce a physical batch, as BatchMemoryManager does when it draws one. `do_skip`: its draw goes on."""
         self.physical_batches.announce(do_skip)
 
     def draw_goes_on(self) -> bool:
