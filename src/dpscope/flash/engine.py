@@ -125,6 +125,10 @@ class FlashEngine:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
+        arguments = {"clipping": self.clip.name, **vars(self.clip), "rows_per_sample": rows_per_sample}
+        arguments |= {"loss_reduction": loss_reduction, "memory_budget": memory_budget}
+        plain = [f"{n}={v}" for n, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)]
+        self.ranks.control.agree("the arguments of make_private", plain)
         self.running_sums = RunningSums(self._slots.values())
         self.anchor = Anchor(budget.begin_backward)
         self.attachment = Attachment(self, self.ranks)
@@ -141,7 +145,7 @@ class FlashEngine:
             self.verification,
             retap=self.attachment.retap,
             close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
-            abandon=self._abandon_draw,
+            abandon=self.abandon_draw,
             batch_size_of=batch_size_of,
             budget=budget,
             ranks=self.ranks,
@@ -401,15 +405,22 @@ class FlashEngine:
         """Set p.grad of every parameter to None, or to zero if this engine made it and `set_to_none` is False."""
         self.running_sums.clear(set_to_none)
 
-    def _abandon_draw(self) -> None:
-        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice."""
+    def abandon_draw(self, *, keeps_batch: bool = False) -> None:
+        """Drop the sums of an incomplete draw: together with the next draw a sample might count twice.
+
+        `keeps_batch`: what backward recorded is of the next draw, and stays.
+        """
         warnings.warn(
             "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
             "are dropped, and no step is taken for it",
             stacklevel=2,
         )
-        self.state.complete()
-        self.zero_grad()
+        if keeps_batch:
+            self.state.forget_sums()
+            self.running_sums.clear()
+        else:
+            self.state.complete()
+            self.zero_grad()
 
     def discard(self) -> None:
         """Drop what backward recorded and was not summed; keep gradients."""

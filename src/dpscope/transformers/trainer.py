@@ -373,13 +373,15 @@ class PrivateTrainerMixin(_Host):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         resumes, private.resumes_noise = private.resumes_noise, False
+        file = Path(checkpoint) / draws.NOISE_FILE
+        take_noise = partial(private.check_noise, torch.load(file) if file.exists() else None, resume_noise=resumes)
+        take_noise()  # or the used keys in the optimizer's state would refuse this generator
         with warnings.catch_warnings():
             # To have a state to load into, torch takes a step with gradients of 0 and a learning rate of 0.
             warnings.filterwarnings("ignore", message=".*was set by the training loop")
             super()._load_optimizer_and_scheduler(checkpoint)
         private.resumes_noise = resumes
-        file = Path(checkpoint) / draws.NOISE_FILE
-        private.check_noise(torch.load(file) if file.exists() else None, resume_noise=resumes)
+        take_noise()  # torch's step has drawn a key
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -215,3 +215,20 @@ def test_an_ordinary_trainer_is_told_apart_and_its_checkpoints_keep_epsilon(tmp_
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     with pytest.warns(UserWarning, match="did not come from the private loader"):
         assert engine.get_epsilon(1e-3) == spent
+
+
+def test_training_again_after_an_error_inside_a_draw_forgets_its_sums(tmp_path):
+    trainer = private_trainer(tmp_path, noise_multiplier=0.0)
+    backward, calls = trainer.accelerator.backward, []
+
+    def fail_once(loss):
+        calls.append(loss)
+        if len(calls) == 2:
+            raise MemoryError
+        backward(loss)
+
+    trainer.accelerator.backward = fail_once
+    with pytest.raises(MemoryError):
+        trainer.train()
+    with pytest.warns(UserWarning, match="a part of a draw was trained on and the rest left out"):
+        trainer.train()

@@ -243,7 +243,8 @@ class GraphedStep:
         """Train on a batch: backward, clipping, noise, update, and gradients cleared. Return the loss, detached."""
         if not torch.is_grad_enabled():
             raise UserError("a graphed step trains: call it outside of torch.no_grad()")
-        captured, rows, plain = self._find((args, kwargs))
+        goes_on = self.optimizer.draw_goes_on()
+        captured, rows, plain = self._find((args, kwargs), goes_on)
         if captured is None:
             found = self._eagerly((args, kwargs))
         else:
@@ -254,7 +255,7 @@ class GraphedStep:
         self.optimizer.zero_grad()
         return found
 
-    def _find(self, call: tuple[Any, Any]) -> tuple[CapturedStep | None, Rows | None, tuple[Any, Any]]:
+    def _find(self, call: tuple[Any, Any], goes_on: bool) -> tuple[CapturedStep | None, Rows | None, tuple[Any, Any]]:
         """Return the graph that runs a batch, made if it is time; None if the batch has to run eagerly."""
         engine = self.engine
         rows, plain = rows_in(call), without_marks(call)
@@ -265,9 +266,7 @@ class GraphedStep:
         size = rows.size if rows is not None else rows_of(leaves_in(plain)[0]) if count is None else count(*plain)
         engine.forwards.close_recorded()  # of a backward pass by hand, whose sums this batch is added to
         base, is_added = self._base()
-        whole = not is_added and not (
-            self.optimizer._check_skip_next_step(pop_next=False) or (rows is not None and rows.more)
-        )  # it ends its logical batch
+        whole = not (is_added or goes_on or (rows is not None and rows.more))  # it ends its logical batch
         key = _sizes(plain), size, id(base), whole
         if not size or (is_added and base is None) or not self._is_ready(key) or not engine.forwards.begin_replay(rows):
             return None, rows, plain

@@ -6,6 +6,7 @@ schedulers are Opacus's own.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -41,7 +42,8 @@ from dpscope.flash.opacus.opacus_arguments import (
     validate,
     warn_of_untrained,
 )
-from dpscope.flash.opacus.privacy_spent import Spending, count_draws
+from dpscope.flash.opacus.physical_batches import PhysicalBatches
+from dpscope.flash.opacus.privacy_spent import Spending, continued, count_draws
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
 from dpscope.flash.ranks.ranks import refusing_together
@@ -86,7 +88,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # Of the call of make_private that runs:
     _engine_options: Mapping[str, Any] = MappingProxyType({})
     _pad_batches: PadBatches = False
-    _counted_sampler: Any = None
+    _sampler: Any = None
 
     def make_private(
         self,
@@ -175,9 +177,13 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.attachment.hooks.append(_accept_opacus_names(module))
-        self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
+        self.accountant.dpscope_poisson = poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         optimizer.accountant = self.accountant
-        self.spending = Spending(optimizer.step_hook, self._counted_sampler)
+        self.accountant.history = continued(self.accountant.history, optimizer.spent_before)
+        optimizer.physical_batches = PhysicalBatches(
+            self._sampler, ahead=loader.num_workers * (loader.prefetch_factor or 0)
+        )
+        self.spending = Spending(optimizer.step_hook, self._sampler if poisson else None)
         optimizer.attach_step_hook(self.spending)
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else engine, optimizer, loader
@@ -242,6 +248,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         """Return ε of all steps so far at δ = `delta`. Warn if it does not hold for them, or is above the target."""
         for doubt in [] if self.spending is None else self.spending.doubts():
             warnings.warn(doubt, stacklevel=2)
+        if any(noise == 0 for noise, _, _ in self.accountant.history):
+            return math.inf  # Opacus's PRV accountant ends in an OverflowError
         epsilon: float = super().get_epsilon(delta)
         return epsilon
 
@@ -308,8 +316,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
         The state of `module` is loaded and, if given, of the private `optimizer`. `kwargs` are `path` and the other
         arguments of Opacus's `load_checkpoint`. Noise is fresh, unless `resume_noise` continues the generator of the
-        saved run: see `DPFlashOptimizer.load_state_dict`.
+        saved run: see `DPFlashOptimizer.load_state_dict`. Steps that this engine has counted since still count.
         """
+        spent = list(self.accountant.history)
         if resume_noise:
             if not isinstance(optimizer, DPFlashOptimizer):
                 raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
@@ -318,6 +327,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         wrapped = isinstance(module, AbstractGradSampleModule)
         with nullcontext() if wrapped else _accept_opacus_names(module):
             checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+        self.accountant.history = continued(spent, self.accountant.history)
         used = checkpoint.pop(USED_NOISE_KEYS, None)
         if used is not None and not resume_noise:
             used_keys_of(module).update(used.tolist())
@@ -351,9 +361,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         if ranks is not None and several:
             ranks.control.shares_given = 0
             loader = loader_of_rank(loader, ranks.control) if poisson else loader
-        self._counted_sampler = loader.batch_sampler if poisson else None
-        if poisson:
-            count_draws(loader.batch_sampler)
+        self._sampler = loader.batch_sampler
+        count_draws(self._sampler)
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:

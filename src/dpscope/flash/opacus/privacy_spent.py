@@ -12,26 +12,31 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch.utils.data import Sampler
+
 HISTORY = "dpscope_privacy_history"  # in the state_dict() of a private optimizer
 
 History = list[tuple[float, float, int]]  # of an accountant: noise multiplier, sample rate, number of steps
 
 
 def count_draws(sampler: Any) -> None:
-    """Make a batch sampler count its draws as `draws_given`.
+    """Make a batch sampler count its passes over the data as `passes`, and its draws as `draws_given`.
 
-    Loaders derived from the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler.
+    Loaders derived from the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler. A list of
+    batches, without Poisson sampling, counts nothing.
     """
     kind: Any = type(sampler)
-    sampler.__class__ = _counting(kind)
+    if isinstance(sampler, Sampler) and not hasattr(kind, "draws_given"):
+        sampler.__class__ = _counting(kind)
 
 
 @cache
 def _counting(kind: Any) -> Any:
     class Counting(kind):
-        draws_given = 0
+        passes = draws_given = 0
 
         def __iter__(self) -> Iterator[list[int]]:
+            self.passes += 1
             for draw in super().__iter__():
                 self.draws_given += 1
                 yield draw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,7 +19,8 @@ from dpscope.errors import UserError
 from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
-from dpscope.flash.opacus.privacy_spent import HISTORY, continued
+from dpscope.flash.opacus.physical_batches import PhysicalBatches
+from dpscope.flash.opacus.privacy_spent import HISTORY, History, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import outside_graphs
@@ -27,6 +29,7 @@ from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_key
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
+PRIVATE_RUN = "dpscope_private_run"  # in the first parameter group, which any optimizer keeps that loads the state
 CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
 
 _OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
@@ -99,10 +102,12 @@ class DPFlashOptimizer(DPOptimizer):
         self.noise = NoiseSource(generator, used_keys_of(engine.model))
         self._key: Key | None = None  # of the step that runs
         self._steps = 0
+        self._left_over = 0  # physical batches announced beside that of the last step
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
         self._fused, self._adam_bc = fused, adam_bc
         self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
+        self.physical_batches = PhysicalBatches()
         self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
             optimizer,
@@ -113,12 +118,15 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        self.spent_before: History = []  # by the run whose state the ordinary optimizer had loaded
+        self._take_run(optimizer.param_groups)
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
         engine.attachment.hooks += [
             optimizer.register_state_dict_post_hook(self._save_noise),
             optimizer.register_load_state_dict_pre_hook(self._load_noise),
             *engine.ranks.watch_forwards(),
+            *engine.ranks.watch_loads(optimizer),
         ]
 
     @property
@@ -219,13 +227,28 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _skips(self) -> bool:
         """Return True if the physical batch does not end its logical batch. Then add up its sums and keep them."""
-        goes_on = self.engine.state.draw_goes_on
-        skips = bool(self._check_skip_next_step() or goes_on)
+        self._left_over = max(0, len(self.physical_batches) - 1)
+        in_batches, goes_on = self.engine.state.draw_goes_on, self.draw_goes_on()
+        self.physical_batches.take()
+        skips = goes_on or in_batches
         self._meet_ranks(skips)
         if skips:
             self.clip_and_accumulate()
         self._is_last_step_skipped = skips
         return skips
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announce a physical batch, as BatchMemoryManager does when it draws one. `do_skip`: its draw goes on."""
+        self.physical_batches.announce(do_skip)
+
+    def draw_goes_on(self) -> bool:
+        """Return whether the next step only sums. Drop the sums of another draw, whose rest the loop left out."""
+        goes_on, draw = self.physical_batches.next()
+        # Padded batches know their own draw, and workers may have drawn others by now.
+        is_known = len(self.physical_batches) > 0 or not self.engine.forwards.expects_padding
+        if is_known and self.engine.state.accumulating and draw != self.physical_batches.summed:
+            self.engine.abandon_draw(keeps_batch=True)
+        return goes_on
 
     def _meet_ranks(self, skips: bool) -> None:
         """Wait for the other ranks to take the same step before any sum is sent. Its key is that of the first rank."""
@@ -240,7 +263,7 @@ class DPFlashOptimizer(DPOptimizer):
         how = self._privatisation()
         return {
             "backward passes since the last step": self.engine.state.micro_batches,
-            "batches that BatchMemoryManager drew and the loop did not train on": len(self._step_skip_queue),
+            "batches that BatchMemoryManager drew and the loop did not train on": self._left_over,
             "the standard deviation of the noise": how.noise_std,
             "the divisor of the sums": 1 / how.grad_scale,
             "the clipping bound": self.max_grad_norm,
@@ -407,10 +430,27 @@ class DPFlashOptimizer(DPOptimizer):
         noise = None if self.secure_mode else self.noise.state()
         if noise is not None:
             state_dict[NOISE_STATE] = noise
+        run = {
+            "history": [] if self.accountant is None else self.accountant.history,
+            "used": self.noise.used.state().tolist(),
+        }
+        if any(run.values()):
+            first, *others = state_dict["param_groups"]
+            state_dict["param_groups"] = [{**first, PRIVATE_RUN: json.dumps(run)}, *others]
+
+    def _take_run(self, groups: list[dict[str, Any]]) -> None:
+        """Take a saved run out of parameter groups: count its privacy, refuse a generator that repeats its noise."""
+        for run in [json.loads(group.pop(PRIVATE_RUN)) for group in groups if PRIVATE_RUN in group]:
+            self.spent_before = continued(self.spent_before, run["history"])
+            if self.accountant is not None:
+                self.accountant.history = continued(self.accountant.history, run["history"])
+            self.check_noise({"used": torch.tensor(run["used"], dtype=torch.int64)}, resume_noise=False)
 
     def _load_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.check_noise(state_dict.get(NOISE_STATE), resume_noise=False)
-        return {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._take_run(groups)
+        return {**{key: value for key, value in state_dict.items() if key != NOISE_STATE}, "param_groups": groups}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(

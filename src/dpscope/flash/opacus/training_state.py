@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.private_optimizer import CLIP_BOUNDS, DPFlashOptimizer
 from dpscope.flash.ranks.ranks import release_weights
 
 
@@ -49,6 +50,8 @@ class TrainingState(Stateful):
         release_weights(self.model)
         model, optimizer = get_state_dict(self.model, self.optimizer.original_optimizer)
         accountant, noise = self.privacy_engine.accountant.state_dict(), self.optimizer.noise.state()
+        if self.optimizer.engine.clip.learns:
+            accountant[CLIP_BOUNDS] = list(self.optimizer.engine.clip.bounds)
         return {
             "model": model,
             "optimizer": optimizer,
@@ -70,6 +73,9 @@ class TrainingState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
-        accountant = json.loads(state_dict["accountant"])
-        accountant["history"] = [tuple(step) for step in accountant["history"]]
+        accountant, spent = json.loads(state_dict["accountant"]), self.privacy_engine.accountant.history
+        bounds = accountant.pop(CLIP_BOUNDS, None)
+        if bounds is not None and self.optimizer.engine.clip.learns:
+            self.optimizer.engine.clip.bounds = bounds
         self.privacy_engine.accountant.load_state_dict(accountant)
+        self.privacy_engine.accountant.history = continued(spent, accountant["history"])

@@ -66,6 +66,8 @@ class Ranks:
         self.several = layout.is_spread
         self.control = control
         self.reduction = Reduction(layout)
+        self._layout = layout
+        self._loads = self._compared_loads = 0  # of states, since make_private
         control.models += 1
         self._model = control.models  # its number: ranks that train several may step another one
         self._names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -117,6 +119,17 @@ class Ranks:
 
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
+    def watch_loads(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Count the states that are loaded into the model or its optimizer, so that ranks can compare."""
+
+        def count(*unused: Any) -> None:
+            self._loads += 1
+
+        return [
+            self.module.register_load_state_dict_post_hook(count),  # type: ignore[no-untyped-call]
+            optimizer.register_load_state_dict_post_hook(count),
+        ]
+
     def meet_to_step(
         self, doing: str, optimizer: Optimizer, facts: Callable[[], RankFacts], draw: Callable[[], Key]
     ) -> Key | None:
@@ -127,11 +140,15 @@ class Ranks:
             {
                 **self._facts(doing),
                 "shares taken from the loader": self.control.shares_given,
+                "states loaded into the model or the optimizer since make_private": self._loads,
                 **facts(),
                 **dict(_settings(optimizer)),
             },
             draw(),
         )
+        if self._loads != self._compared_loads and not self.gathers_weights:
+            self._compared_loads = self._loads
+            _agree_on_values(self.control, self._layout)
         self._met = True
         return key
 
@@ -231,7 +248,7 @@ def _agree_on_values(link: Control, layout: Layout) -> None:
                 raise told(
                     UserError(
                         f"ranks {first} and {rank} hold different values of {where[0]}, of which each has a copy: "
-                        "initialise or load the model equally on every rank before make_private"
+                        "initialise or load the model equally on every rank"
                     )
                 )
 

@@ -31,6 +31,7 @@ and the sums of the micro-batches that are closed are in one of three:
 | begin_step()      | step()                            |                          | refused if APPLIED                |
 | skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
 | complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
+| forget_sums()     | step() that begins another draw   |                          | -> COLLECTING, none is counted    |
 | apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
 
 Every transition is legal from every state, except what is said to be refused, and open() of a RECORDED micro-batch
@@ -298,6 +299,11 @@ class StepState:
         """End the logical batch: if its step fails, zero_grad() drops its sums."""
         if self._sums is ACCUMULATING:
             self._sums = COLLECTING
+
+    def forget_sums(self) -> None:
+        """Forget the sums of a logical batch that stays incomplete, and keep the micro-batch."""
+        self._sums, self._samples = COLLECTING, 0
+        self._empty()
 
     def apply(self, account: Callable[[], None]) -> None:
         """Mark the sums as used. `account` runs before the count of micro-batches is reset."""

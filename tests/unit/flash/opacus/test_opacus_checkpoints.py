@@ -158,6 +158,27 @@ def test_however_a_run_is_restored_its_noise_is_not_repeated(how: str) -> None:
     fresh.steps(1)
 
 
+@pytest.mark.parametrize("whose", ["private", "wrapped"])
+def test_a_state_that_an_ordinary_optimizer_loads_brings_its_privacy_and_its_noise(whose: str) -> None:
+    def resumed(seed: int) -> PrivacyEngine:
+        model, engine = make_model(), PrivacyEngine()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer.load_state_dict(state)  # before make_private
+        generator = torch.Generator().manual_seed(seed)
+        make_private(model, optimizer, engine, noise_multiplier=1.0, noise_generator=generator)
+        return engine
+
+    run = Seeded()
+    run.steps(2)
+    file = io.BytesIO()
+    torch.save((run.optimizer if whose == "private" else run.optimizer.original_optimizer).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert resumed(seed=12).accountant.history == run.engine.accountant.history == [(1.0, 0.25, 2)]
+    with pytest.raises(UserError, match="would add its noise again"):
+        resumed(seed=11)
+
+
 def test_a_checkpoint_saved_without_the_optimizer_remembers_the_noise_too() -> None:
     run, path = Seeded(), io.BytesIO()
     run.steps(1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import torch.nn.functional as F
 from opacus.accountants import create_accountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader
 
-from dpscope.flash import PrivacyEngine
+from dpscope.flash import PrivacyEngine, TrainingState
 from dpscope.flash.opacus.privacy_spent import continued
 from dpscope.privacy_budget import epsilon_of, steps_left
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd, step
@@ -60,6 +63,42 @@ def test_any_framework_that_saves_the_optimizer_saves_epsilon(tmp_path):
     assert again.accountant.history == [(1.0, 0.25, 8)]
     optimizer.load_state_dict(saved["optimizer"])  # back to an earlier state: what was spent is spent
     assert again.accountant.history == [(1.0, 0.25, 8)]
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "checkpoint without the optimizer", "TrainingState"])
+def test_going_back_to_a_checkpoint_gives_no_privacy_back(how, tmp_path):
+    engine, model, optimizer, loader = private()
+    if how == "TrainingState":
+        state = {"training": TrainingState(model, optimizer, engine)}
+        save = partial(torch.distributed.checkpoint.save, state, checkpoint_id=tmp_path)
+        load = partial(torch.distributed.checkpoint.load, state, checkpoint_id=tmp_path)
+    else:
+        with_optimizer = {"optimizer": optimizer} if how == "checkpoint" else {}
+        files = {"path": tmp_path / "run.pt", "module": model, **with_optimizer}
+        save, load = partial(engine.save_checkpoint, **files), partial(engine.load_checkpoint, **files)
+    train(model, optimizer, loader)
+    save()
+    train(model, optimizer, loader)
+    load()
+    train(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 0.25, 12)]
+
+
+def test_steps_without_noise_have_no_finite_epsilon():
+    engine, model, optimizer, loader = private(noise_multiplier=0.0)
+    train(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) == math.inf
+
+
+def test_a_distributed_checkpoint_keeps_the_bound_that_adapts(tmp_path):
+    engine, model, optimizer, loader = private(clipping="adaptive")
+    train(model, optimizer, loader)
+    state = {"training": TrainingState(model, optimizer, engine)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
+    bound = optimizer.max_grad_norm
+    engine, model, optimizer, _ = private(clipping="adaptive")
+    torch.distributed.checkpoint.load({"training": TrainingState(model, optimizer, engine)}, checkpoint_id=tmp_path)
+    assert optimizer.max_grad_norm == bound != 0.5
 
 
 def test_a_state_without_a_history_is_warned_of():

@@ -422,8 +422,23 @@ _CHANGES: dict[str, Callable[[nn.Module, Any], None]] = {
     "learning rates swapped": _swap_learning_rates,
     "learning rate as a tensor": lambda _, optimizer: optimizer.param_groups[1].update(lr=torch.tensor(0.3)),
     "weight decay": lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.1),
+    "weights loaded": lambda model, _: model.load_state_dict(model.state_dict()),
+    "an optimizer's state loaded": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
     "noise used before": lambda _, optimizer: optimizer.noise.used.add((1, 2)),
 }
+
+
+# Arguments of make_private, of rank 1 and of the others.
+_ARGUMENTS: dict[str, tuple[Any, Any]] = {"clipping": ("automatic", "flat"), "rows_per_sample": (2, 1)}
+
+
+def _load_other_weights() -> None:
+    model, optimizer, _ = _private("ddp")
+    try:
+        model.load_state_dict({name: value + dist.get_rank() for name, value in model.state_dict().items()})
+        w.train(model, optimizer, [0])
+    finally:
+        optimizer.engine.detach()
 
 
 def _change(way: str, change: Callable[[nn.Module, Any], None], ranks: tuple[int, ...] = (1,)) -> None:
@@ -521,6 +536,9 @@ def disagreements() -> dict[tuple[str, str], str]:
         for name, change in _CHANGES.items():
             found[way, name] = _message(lambda way=way, change=change: _change(way, change))
         found[way, "other blocks frozen"] = _message(lambda way=way: _change(way, _freeze_other_blocks, (0, 1, 2, 3)))
+        for option, (one, other) in _ARGUMENTS.items():
+            given = {option: one if dist.get_rank() == 1 else other}
+            found[way, option] = _message(lambda way=way, given=given: _private(way, **given))
         found[way, "another model"] = _message(lambda way=way: _step_other_model(way))
         found[way, "more backward passes"] = _message(lambda way=way: _run_backward_once_more(way))
         found[way, "a look at the loader"] = _message(
@@ -529,6 +547,7 @@ def disagreements() -> dict[tuple[str, str], str]:
         found[way, "an epoch left early"] = _message(lambda way=way: _epochs(way, _leave_early))
         found[way, "its own error caught"] = _message(lambda way=way: _epochs(way, _catch_and_go_on))
         found[way, "a physical batch skipped"] = _message(lambda way=way: _skip_a_physical_batch(way))
+    found["ddp", "other weights loaded"] = _message(_load_other_weights)
     if CAN_SHARD:
         found["partly", "initialised differently"] = _message(_initialise_differently)
     return found

@@ -44,6 +44,11 @@ def test_ranks_that_do_not_do_the_same_in_training_are_told_so_and_none_waits(wo
         "learning rate as a tensor": "differ in lr of group 1: 0.25 and 0.3",
         "weight decay": "differ in weight_decay of group 0: 0 and 0.1",
         "noise used before": "differ in the noise of earlier steps",
+        "clipping": "differ in the arguments of make_private: 'clipping=flat' and 'clipping=automatic'",
+        "rows_per_sample": "differ in the arguments of make_private: 'rows_per_sample=1' and 'rows_per_sample=2'",
+        "weights loaded": "differ in states loaded into the model or the optimizer since make_private: 0 and 1",
+        "an optimizer's state loaded": "states loaded into the model or the optimizer since make_private: 0 and 1",
+        "other weights loaded": "ranks 0 and 1 hold different values of embed.weight",
         "other blocks frozen": "blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.up.weight and 3 more is trained on "
         "rank 0 and not on rank 1",
         "another model": "differ in the number of the model",
