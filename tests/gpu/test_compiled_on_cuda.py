@@ -20,10 +20,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _fresh_graphs() -> Iterator[None]:
+def _fresh_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # Inductor and cuDNN round operands differently
     yield
     torch._dynamo.reset()
 

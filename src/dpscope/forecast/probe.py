@@ -54,6 +54,7 @@ def probe(specs: Sequence[RunSpec]) -> list[Probe]:
 
     The host's pace changes within seconds, so all are trained in turn, if the GPU has room for them together.
     """
+    free_memory()  # what is freed while a step is watched would make its peak too low
     try:
         return _probe(specs)
     except torch.OutOfMemoryError:

@@ -24,8 +24,8 @@ def assert_right(x: torch.Tensor, g: torch.Tensor, geometry: Geometry, shape: tu
     assert values is not None
     assert float((values.view_as(truth).double() - truth).norm() / truth.norm()) < TOLERANCES[kind]
     torch.testing.assert_close(parts.sum(1), values.double().square().sum((1, 2)), rtol=2e-6, atol=0)
-    dropped = conv_products(product, None)[1].sum(1)
-    torch.testing.assert_close(dropped, parts.sum(1), rtol=0.0 if kind != "bfloat16" else 2e-2, atol=0)
+    dropped = conv_products(product, None)[1].sum(1)  # in other tiles, and not rounded to bfloat16
+    torch.testing.assert_close(dropped, parts.sum(1), rtol=2e-6 if kind != "bfloat16" else 2e-2, atol=0)
     directions = torch.randn(values.shape[1:], device="cuda")
     along = conv_products(product, g.dtype, directions=directions)[1].sum(1)
     rows = values.double()

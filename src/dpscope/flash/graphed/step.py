@@ -156,7 +156,7 @@ class CapturedStep:
         self.update = optimizer.make_captured_update() if whole else None
         self._call = replace_leaves(call, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         self._static = StaticInputs(engine.clip, size, device_of(engine))
-        self._own = OwnCapture(device_of(engine))
+        self._own = OwnCapture()
         options = engine.verification.options
         before, random_states = options.values(), RandomStates.now()
         with capturing(self._own), engine.capturing(self._static):

@@ -44,16 +44,28 @@ class OwnCapture:
     captured, on a stream of their own, and kept as long as the graph.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.kept: list[object] = []
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def keep(self, host: Tensor, device: torch.device) -> Tensor:
         """Return the tensor on the device, written outside of the graph."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(_other_stream(device)):
             table = host.to(device)
         self.kept.append(table)
         return table
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _other_stream(device: torch.device) -> Any:
+    """Return a stream besides the current one. torch hands out few streams in turn, the one that is captured too."""
+    if device.type != "cuda":
+        return None
+    stream, current = _streams.get(device), torch.cuda.current_stream(device)
+    while stream is None or stream == current:
+        stream = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 _own: list[OwnCapture] = []

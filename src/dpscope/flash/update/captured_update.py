@@ -189,11 +189,14 @@ _SWITCHES = ("momentum", "nesterov", "maximize", "amsgrad", "capturable", "diffe
 
 
 def state_of(optimizer: Optimizer) -> list[Any]:
-    """Return what a captured update has fixed: which kernels run, and the addresses of all that they write."""
+    """Return what a captured update has fixed: which kernels run, where they write, and where options are read.
+
+    Loading a state makes new groups, even if the tensors stay.
+    """
     found: list[Any] = []
     state, pointer = optimizer.state, Tensor.data_ptr
     for group in optimizer.param_groups:
-        found += [bool(group.get(name)) for name in _SWITCHES]
+        found += [id(group), *(bool(group.get(name)) for name in _SWITCHES)]
         for parameter in group["params"]:
             found.append(id(parameter))
             if parameter in state:  # counters may move: the host reads and advances them

@@ -136,16 +136,19 @@ def test_what_the_loop_refuses_is_refused(host_graphs, change, reason):
         trained(model, private(model), True, change)
 
 
-def test_state_that_is_loaded_between_replays_is_used(host_graphs):
+@pytest.mark.parametrize("copied", [True, False])
+def test_state_that_is_loaded_between_replays_is_used(host_graphs, copied):
+    """A state that was not copied holds the optimizer's own tensors: only its groups, with their rates, are new."""
+
     def with_saved_state(model, by_graph):
         saved = []
 
         def between(number, optimizer):
             inner = optimizer.original_optimizer
+            inner.param_groups[0]["lr"] = 0.01 * (1 + number % 3)
             if number == 3:
-                saved.append(
-                    copy.deepcopy({k: v for k, v in inner.state_dict().items() if k in ("state", "param_groups")})
-                )
+                found = {k: v for k, v in inner.state_dict().items() if k in ("state", "param_groups")}
+                saved.append(copy.deepcopy(found) if copied else found)
             if number == 7:
                 inner.load_state_dict(saved[0])
 

@@ -75,7 +75,7 @@ def test_a_table_that_a_graph_reads_outlives_the_cache_that_made_it():
     def table(size):
         return torch.arange(size)
 
-    first, capture = table(3), OwnCapture(torch.device("cpu"))
+    first, capture = table(3), OwnCapture()
     with capturing(capture):
         assert table(3) is first
     table(4)  # drops it from the cache
@@ -95,7 +95,7 @@ def test_a_rule_that_learns_counts_by_the_bound_that_a_replay_is_given(host_grap
     engine.max_grad_norm = 1e-6  # every sample is clipped by now
     static = StaticInputs(engine.clip, len(x), torch.device("cpu"))
     static.bounds.fill_(1e6)  # as a later replay may be given
-    with capturing(OwnCapture(torch.device("cpu"))), engine.capturing(static):
+    with capturing(OwnCapture()), engine.capturing(static):
         loss_of(model)(x, y).backward()
         engine.accumulate()
         assert float(engine.captured()[1].observed) == len(x) / 2
