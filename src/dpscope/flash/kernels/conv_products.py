@@ -68,8 +68,10 @@ DIRECT_CALLS = (3, 6)
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
 
-LEAST_COPIES = 2**24
+LEAST_COPIES = 2**25
 """Bytes of copies below which a launch costs more than they do."""
+FEWEST_PROGRAMS = 160
+"""Programs of a launch that an H200 runs in the time of one, or nearly."""
 
 _COPY_BLOCK = 1024
 _COPY_CONSTANTS = {"BLOCK": _COPY_BLOCK, "num_warps": 4, "num_stages": 1}
@@ -231,12 +233,17 @@ class ConvProduct:
         return _plan(*sizes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles)
 
     def pieces(self, work: str) -> Iterator[_Operands]:
-        """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next."""
-        batch, plan, step = len(self.g), self.plan(work), len(self.g)
+        """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next.
+
+        Fewer programs than a GPU has processors would take as long as all of them.
+        """
+        batch, plan, count = len(self.g), self.plan(work), 1
         if math.prod(self.geometry.kernel) > 1:
             planes = math.prod(self.x.shape[1 : -len(self.geometry.kernel)])  # channels of all images of a sample
             each = planes * plan.copies * plan.rows * (self.g.shape[-1] + plan.missing) * self.x.element_size()
-            step = max(1, max(LEAST_COPIES, self.x.nbytes) // each)
+            wanted = -(-batch * each // max(LEAST_COPIES, self.x.nbytes))
+            count = max(1, min(wanted, batch * plan.tiles // FEWEST_PROGRAMS))
+        step = -(-batch // count)
         for start in range(0, batch, step):
             samples = slice(start, min(batch, start + step))
             some = self.plan(work, samples.stop - start)
