@@ -122,7 +122,7 @@ class ConvTiles(NamedTuple):
     num_stages: int
 
 
-NORMS, KEPT, SUM = "norms", "kept", "sum"
+FOR_NORMS, FOR_VALUES, FOR_SUM = "norms", "kept", "sum"
 """What is made of the products."""
 
 
@@ -132,7 +132,7 @@ def default_tiles(p: int, d: int, length: int, work: str, *, pointwise: bool) ->
     Large tiles load least for a product, but kept values have to be written from them, and a sum holds two of them.
     """
     block_o, block_n = _block(p), _block(d)
-    if work == NORMS and p >= 128 and d >= 256:
+    if work == FOR_NORMS and p >= 128 and d >= 256:
         return ConvTiles(128, 256, 32, 8, 3)
     if pointwise and length >= LONG_IMAGES:
         wide = block_o == block_n == 128
@@ -143,7 +143,7 @@ def default_tiles(p: int, d: int, length: int, work: str, *, pointwise: bool) ->
         return ConvTiles(64, 128, 32, 4, 3)
     if pointwise or block_o < 128:
         return ConvTiles(block_o, min(64, block_n), 32, 4, 3)
-    if work == SUM and block_n == 128:
+    if work == FOR_SUM and block_n == 128:
         return ConvTiles(128, 128, 64, 8, 3)
     return ConvTiles(block_o, block_n, 32, 8 if block_n == 128 else 4, 3)
 
@@ -305,7 +305,7 @@ def conv_products(
     Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
     row the squares, the sum, and the product with its direction.
     """
-    work, new = NORMS if dtype is None else KEPT, product.g.new_empty
+    work, new = FOR_NORMS if dtype is None else FOR_VALUES, product.g.new_empty
     plan = product.plan(work)
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
@@ -324,7 +324,7 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Return Σ_b scale_b V_b, (O, d) float32."""
     total: Tensor | None = None
     scale = scale.float().contiguous()
-    for samples, x, g, plan in product.pieces(SUM):
+    for samples, x, g, plan in product.pieces(FOR_SUM):
         each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
         parts = -(-plan.batch // each)
         sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)

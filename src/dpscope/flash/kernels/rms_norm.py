@@ -28,7 +28,7 @@ from dpscope.vocabulary.phases import NORMALISATION, Launch, allocates, announce
 
 PROGRAMS = 512
 """Programs of a launch that keep a GPU busy. Small samples are cut into fewer positions each to have as many."""
-FEWEST_ROWS, MOST_ROWS = 8, 128
+FEWEST_POSITIONS, MOST_POSITIONS = 8, 128
 """Positions of a program."""
 WIDEST = 16384
 """Features that a program holds in registers."""
@@ -80,8 +80,8 @@ def _launch(
 ) -> tuple[Tensor | None, Tensor | None]:
     batch, length, width = x.shape
     g, x = (each if each.stride(2) == 1 else each.contiguous() for each in (g, x))
-    rows = MOST_ROWS
-    while rows > FEWEST_ROWS and batch * -(-length // rows) < PROGRAMS:
+    rows = MOST_POSITIONS
+    while rows > FEWEST_POSITIONS and batch * -(-length // rows) < PROGRAMS:
         rows //= 2
     stretches, block = -(-length // rows), 1 << (width - 1).bit_length()
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None

@@ -82,6 +82,9 @@ class Bare(Proxy):
         answer: Tensor = tap.apply(role, expand_rows, *flatten((row, batch), {}))
         return answer
 
+    def batch(self) -> int:
+        return self.tap.batch()
+
     def derive(self, tensor: Tensor) -> Tensor:
         return self.tap.proxy_of(tensor)
 

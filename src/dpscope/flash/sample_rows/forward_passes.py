@@ -30,6 +30,7 @@ from dpscope.flash.torch_side.arguments import (
     make_up_sample,
     replace_leaves,
     rows_of,
+    tensors_in,
     without_rows,
 )
 from dpscope.flash.torch_side.autograd_graph import Hooks, current_hooks, in_backward
@@ -276,9 +277,12 @@ class ForwardPasses:
         def settled(*args: Any, **kwargs: Any) -> Any:
             self.hooks = current_hooks()
             output = forward(*args, **kwargs)
-            if not any(isinstance(leaf, Proxy) for leaf in leaves_in(output)):
+            tensors = tensors_in(output)
+            if not any(isinstance(tensor, Proxy) for tensor in tensors):
                 return output
-            return replace_leaves(output, lambda leaf: leaf.samples() if isinstance(leaf, Proxy) else leaf)
+            if any(tensor.requires_grad and not isinstance(tensor, Proxy) for tensor in tensors):  # rows of samples
+                return replace_leaves(output, lambda x: x.returned() if isinstance(x, Proxy) else x, scalars=True)
+            return replace_leaves(output, lambda x: x.samples() if isinstance(x, Proxy) else x)
 
         return settled
 

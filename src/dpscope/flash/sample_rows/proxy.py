@@ -31,6 +31,30 @@ class Proxy(Tensor):
         """Return an ordinary tensor with a row for each sample, which the layer `consumer` is given."""
         raise NotImplementedError
 
+    def returned(self) -> Tensor:
+        """Return what the model returns for it: rows of samples, or if it has none, a tensor not to be trained on.
+
+        A penalty on weights is no function of samples. Its backward pass is refused, unless nothing hangs on it.
+        """
+        rows = self.plain.shape[0] if self.plain.dim() else 0
+        if rows in (1, self.batch()):
+            return self.samples()
+        value = self.plain.detach().requires_grad_()
+
+        def refuse(gradient: Tensor) -> None:
+            if gradient.any():
+                raise UserError(
+                    "the model returns a tensor that is made of parameters alone, and it has no gradient for each "
+                    "sample: leave it out of the loss (the optimizer's weight decay needs no private gradient)"
+                )
+
+        value.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return value
+
+    def batch(self) -> int:
+        """Return the number of samples."""
+        raise NotImplementedError
+
     def derive(self, tensor: Tensor) -> Tensor:
         """Return a proxy for another tensor that is made of parameters alone."""
         raise NotImplementedError

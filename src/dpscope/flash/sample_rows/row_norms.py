@@ -245,7 +245,8 @@ class RowNorms:
         found = self._run(forward, rows)
         dims = {place: self._dim_of(place, leaf) if isinstance(place, int) else None for place, leaf in found.items()}
         self.dims = [dim for place, dim in dims.items() if isinstance(place, int)]
-        self.places = [place for place, dim in dims.items() if dim is None]
+        # Leaves are made of parameters alone, and refuse to be trained on (proxy.py).
+        self.places = [place for place, dim in dims.items() if dim is None and not found[place].is_leaf]
         return [leaf for place, leaf in found.items() if isinstance(place, int)]
 
     def _dim_of(self, place: int, output: Tensor) -> int | None:

@@ -80,12 +80,17 @@ def take(leaf: Leaf, index: Tensor, dim: int) -> Leaf:
     return leaf.index_select(dim, index.to(leaf.device))
 
 
-def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int, Any] | None = None) -> Any:
-    """Copy `value` with every leaf changed. Containers are copied, too, which protects the caller's from writes."""
+def replace_leaves(
+    value: Any, change: Callable[[Leaf], Leaf], copies: dict[int, Any] | None = None, *, scalars: bool = False
+) -> Any:
+    """Copy `value` with every leaf changed, and tensors without a dimension if `scalars`.
+
+    Containers are copied, too, which protects the caller's from writes.
+    """
     copies = {} if copies is None else copies
     if id(value) in copies:
         return copies[id(value)]
-    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.dim()):
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and (scalars or value.dim())):
         copies[id(value)] = changed = change(value)
         return changed
     if isinstance(value, Tensor):
@@ -93,11 +98,11 @@ def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int,
     if isinstance(value, (*_PLAIN, *_CLOSED)) or not (children := _children(value)):
         return value
     if isinstance(value, (tuple, set, frozenset)):
-        items = [replace_leaves(child, change, copies) for _, child in children]
+        items = [replace_leaves(child, change, copies, scalars=scalars) for _, child in children]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copies[id(value)] = clone = copy.copy(value)
     for key, child in children:
-        new = replace_leaves(child, change, copies)
+        new = replace_leaves(child, change, copies, scalars=scalars)
         if isinstance(value, (list, Mapping)):
             clone[key] = new
         else:

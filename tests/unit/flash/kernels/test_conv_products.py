@@ -208,12 +208,12 @@ def test_what_is_not_served(backend: str) -> None:
 
 
 def test_tiles_leave_little_empty() -> None:
-    assert default_tiles(64, 147, 12544, module.KEPT, pointwise=False)[:2] == (64, 64)
-    assert default_tiles(512, 4608, 49, module.SUM, pointwise=False)[:2] == (128, 128)
-    assert default_tiles(512, 4608, 49, module.NORMS, pointwise=False)[:2] == (128, 256)
-    assert default_tiles(4, 36, 196, module.NORMS, pointwise=False)[:2] == (16, 64)
-    assert default_tiles(128, 512, 784, module.KEPT, pointwise=True) == (128, 128, 64, 8, 3)
-    assert default_tiles(2048, 512, 49, module.SUM, pointwise=True)[:2] == (128, 64)
+    assert default_tiles(64, 147, 12544, module.FOR_VALUES, pointwise=False)[:2] == (64, 64)
+    assert default_tiles(512, 4608, 49, module.FOR_SUM, pointwise=False)[:2] == (128, 128)
+    assert default_tiles(512, 4608, 49, module.FOR_NORMS, pointwise=False)[:2] == (128, 256)
+    assert default_tiles(4, 36, 196, module.FOR_NORMS, pointwise=False)[:2] == (16, 64)
+    assert default_tiles(128, 512, 784, module.FOR_VALUES, pointwise=True) == (128, 128, 64, 8, 3)
+    assert default_tiles(2048, 512, 49, module.FOR_SUM, pointwise=True)[:2] == (128, 64)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -226,7 +226,7 @@ def test_copies_of_some_samples_at_a_time_give_the_same(name: str, monkeypatch: 
         monkeypatch.setattr(module, "FEWEST_PROGRAMS", 1)
         product = ConvProduct(x, g, geometry, in_tf32=False)
         made.append([*conv_products(product, torch.float32), conv_sum(product, scale)])
-        assert (len(list(product.pieces(module.SUM))) > 1) == (not least)
+        assert (len(list(product.pieces(module.FOR_SUM))) > 1) == (not least)
     (values, parts, total), (others, other_parts, other_total) = made
     assert torch.equal(values, others)
     assert torch.equal(parts, other_parts)

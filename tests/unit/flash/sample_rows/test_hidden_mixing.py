@@ -380,3 +380,19 @@ def test_samples_that_mix_in_the_models_own_dtype_alone_are_refused():
     model = Effect(lambda h: h / h.detach().abs().max() if h.dtype == torch.bfloat16 else h)
     with FlashEngine(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match="samples mix"):
         model(rows(8))
+
+
+@pytest.mark.parametrize("penalty", [lambda w: w.square().sum(), lambda w: w @ w.T], ids=["number", "matrix"])
+def test_a_penalty_on_weights_may_be_returned_beside_the_rows_but_not_trained_on(penalty):
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.last(self.first(x).tanh()), penalty(self.first.weight)
+
+    model, x = Penalised(), torch.randn(BATCH, WIDTH)
+    assert_exact(model, x, lambda model, x: model(x)[0].sin().sum(1))
+    with FlashEngine(model), pytest.raises(UserError, match="made of parameters alone"):
+        sum(output.sum() for output in model(x)).backward()
