@@ -54,7 +54,7 @@ def rms_norm_gradients(
         raise ValueError(f"expected (B, T, d) twice and (d,), got {[tuple(each.shape) for each in (g, x, weight)]}")
     served = {g.dtype, x.dtype, weight.dtype} <= TRITON_DTYPES.keys() and 0 not in shape and shape[2] <= WIDEST
     if use_triton(backend, x.device, served=served, why_not=f"float64, empty, or more than {WIDEST} features"):
-        return _by_kernel(g, x, weight, eps, needs_x, needs_weight, whole)
+        return _in_one_launch(g, x, weight, eps, needs_x, needs_weight, whole)
     return by_torch(g, x, weight, eps, needs_x=needs_x, needs_weight=needs_weight)
 
 
@@ -75,7 +75,7 @@ def by_torch(
 
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
-def _by_kernel(
+def _in_one_launch(
     g: Tensor, x: Tensor, weight: Tensor, eps: float, needs_x: bool, needs_weight: bool, whole: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     batch, length, width = x.shape
