@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.units import MISSING, format_bytes, format_duration, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.components import UNATTRIBUTED
 
 PlanPart = Mapping[str, Any]
@@ -68,7 +68,9 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
             f"{privacy['noise_multiplier']:.4g}"
         )
     if "hours" in row:
-        sentence += f"; {row['hours']:.3g} hours" + (f", price {row['price']:.2f}" if "price" in row else "")
+        hours = row["hours"]
+        length = format_duration(3600 * hours) if hours < 1 else f"{hours:.3g} hours"
+        sentence += f"; {length}" + (f", price {row['price']:.2f}" if "price" in row else "")
     return sentence + "."
 
 
@@ -136,10 +138,12 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
     private = [row for row in plan["methods"] if "privacy" in row]
     if private:
         privacy = private[0]["privacy"]
+        rate, expected = privacy["sample_rate"], privacy["expected_batch"]
         yield (
-            f"Poisson sampling at rate {privacy['sample_rate']:.4g}: {privacy['expected_batch']} samples a step are "
-            "expected, and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…): then none "
-            "is cut short."
+            f"Poisson sampling at rate {rate:.4g}: {expected} samples a step are expected, and a draw may hold more. "
+            "Train with BatchMemoryManager(max_physical_batch_size=…): then none is cut short."
+            if rate < 1
+            else f"The sampling rate is 1: each step takes all {expected} samples."
         )
         yield from privacy["notes"]
     yield from plan["remarks"]

@@ -98,6 +98,13 @@ def test_the_largest_batch_is_the_one_beyond_which_a_step_runs_out_of_memory():
     assert forecast_step(beyond, card, detailed=False).reserved_bytes > fit.limit
 
 
+def test_a_plan_says_that_all_samples_are_in_every_step_and_tells_short_times_in_minutes():
+    ended = run("--gpu", "t4", "--samples", "60", "--epsilon", "8", "--epochs", "2", "--accountant", "rdp")
+    assert "The sampling rate is 1: each step takes all 60 samples." in ended.output
+    assert "a draw may hold more" not in ended.output
+    assert "; 0 s." in ended.output
+
+
 def test_what_does_not_fit_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(CARDS, "t4", small(0.02))
     ended = run("--gpu", "t4")
