@@ -27,6 +27,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the same under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Without this, MKL rounds by where a matrix lies in memory on CPUs of Intel, and equal steps differ in their last bits.
+os.environ.setdefault("MKL_CBWR", "AVX2")
+
 # Hundreds of processes import dpscope: they read bytecode that the first of them has written.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

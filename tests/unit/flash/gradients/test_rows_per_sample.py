@@ -78,8 +78,9 @@ def test_the_mean_over_the_rows_of_a_sample_is_clipped(kind: str, reduction: str
         engine.finish()
     assert len(engine.norms) == 4
     assert torch.allclose(engine.norms, truth.norms, rtol=1e-9)
+    rounding = 1e-13 * float(truth.norms.max())  # the bias before an InstanceNorm has no gradient but that
     for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-8, atol=1e-12), name
+        assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-8, atol=rounding), name
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -144,8 +145,9 @@ def test_blocks_that_run_again_have_several_rows_for_each_sample() -> None:
             model.zero_grad()
             token_losses(model, batch).mean().backward()
             engine.finish()
+    rounding = 1e-13 * float(truth.norms.max())  # the bias before an InstanceNorm has no gradient but that
     for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-8, atol=1e-12), name
+        assert torch.allclose(parameter.grad, truth.clipped_sums[name], rtol=1e-8, atol=rounding), name
 
 
 class Views(nn.Module):
