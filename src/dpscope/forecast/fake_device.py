@@ -30,6 +30,7 @@ from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators, grouped_product
 from dpscope.forecast.fake_autocast import fake_autocast
 from dpscope.forecast.remembered_results import RememberedResults
+from dpscope.instruments import gradient_sums
 
 DEVICE = torch.device("cuda:0")
 
@@ -40,6 +41,7 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
 
     `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
     """
+    gradient_sums.prepare()
     allocator = Allocator(card, limit)
     mode = _Mode(allocator)  # before the patches: it imports what looks at the functions that they replace
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
@@ -96,6 +98,7 @@ class _Mode(FakeTensorMode):
             return func(*args, **kwargs)
         if (device := kwargs.get("device")) is not None and device.type == "meta":  # which C++ calls it
             kwargs = {**kwargs, "device": DEVICE}
+        func = gradient_sums.as_without_modes(func, args, sys._getframe().f_back)
         if self._is_inside:
             return self._results.call(func, args, kwargs, partial(self._compute, func, types))
         if func in _READING:

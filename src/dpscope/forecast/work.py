@@ -8,6 +8,7 @@ Hosts differ: one of four runs, fitted alone, gives 12 µs an operator, three gi
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from dpscope.forecast.cards import FP32, HALF, TF32, Card
 from dpscope.forecast.remembered_results import key_of
 from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
+from dpscope.instruments.gradient_sums import as_without_modes
 from dpscope.vocabulary import phases
 from dpscope.vocabulary.phases import ATTENTION, GEMM
 
@@ -91,6 +93,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_shard_type, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        func = as_without_modes(func, args, sys._getframe().f_back)
         out = func(*args, **kwargs)
         self.operators += 1
         key = key_of(func, args, kwargs)

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
+from dpscope.instruments import gradient_sums
 from dpscope.instruments.memory.record import (
     BEFORE_STEP,
     BORN,
@@ -60,6 +61,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def tracking(self) -> Iterator[Record]:
+        gradient_sums.prepare()
         with ExitStack() as stack:
             stack.callback(self._close)
             self._open = True
@@ -90,6 +92,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not in_backward():
             self._lines.note()
+        func = gradient_sums.as_without_modes(func, args, sys._getframe().f_back)
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         for tensor in _tensors_in((args, kwargs, result)):

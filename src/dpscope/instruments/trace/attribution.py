@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.instruments.families import Sums, kernel_family
+from dpscope.instruments.gradient_sums import as_without_modes
 from dpscope.instruments.intervals import PhaseTimeline, union
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.capture import MODULE, WAIT
@@ -150,7 +152,7 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self._count(func.overloadpacket.__name__, args)
-        return func(*args, **(kwargs or {}))
+        return as_without_modes(func, args, sys._getframe().f_back)(*args, **(kwargs or {}))
 
     def _count(self, operator: str, args: Any) -> None:
         # One side is a list of tensors or a single tensor; a coalesced call has several of each.
