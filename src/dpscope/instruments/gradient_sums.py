@@ -8,6 +8,7 @@ one more gradient of a tied embedding, say. Such a mode passes each operator thr
 
 from __future__ import annotations
 
+import sys
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-_WRAPPERS = ("_fn", "inner")  # by which torch keeps torch.compile out of modes
+_WRAPPERS = ("_fn", "inner", "__torch_dispatch__")  # torch's, to keep torch.compile out of modes, and subclasses
 _RUNS_ENGINE = graph._engine_run_backward.__code__
 
 
@@ -31,9 +32,8 @@ def as_without_modes(func: Any, args: Any, caller: FrameType | None) -> Any:
     """
     if func is not _ADD or torch.is_grad_enabled() or not _is_engine(caller):
         return func
-    first, second = args
-    is_plain = first.layout == torch.strided and _is_plain(first) and _is_plain(second) and first.shape == second.shape
-    return _ADD_IN_PLACE if is_plain and _counts(first) in _alone else func
+    fits = all(map(_is_plain, args)) and args[0].shape == args[1].shape
+    return _ADD_IN_PLACE if fits and _counts(args[0]) in _alone else func
 
 
 def _is_engine(caller: FrameType | None) -> bool:
@@ -44,13 +44,13 @@ def _is_engine(caller: FrameType | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether it is a tensor of no subclass, or a fake one."""
-    return type(tensor) is Tensor or type(tensor).__name__ == "FakeTensor"
+    """Return whether it is a dense tensor of no subclass, or a fake one."""
+    return (type(tensor) is Tensor or type(tensor).__name__ == "FakeTensor") and tensor.layout == torch.strided
 
 
-def _counts(tensor: Any) -> tuple[int, int]:
-    """Return how often torch counts a tensor, and its storage, as held."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _counts(tensor: Any) -> tuple[int, int, int]:
+    """Return how often Python counts a tensor as held, and torch the tensor and its storage."""
+    return sys.getrefcount(tensor), tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def prepare() -> None:
@@ -71,4 +71,4 @@ def prepare() -> None:
         torch.autograd.grad(y, x, (torch.ones(2), torch.ones(2)))
 
 
-_alone: list[tuple[int, int]] = []
+_alone: list[tuple[int, int, int]] = []

@@ -51,7 +51,7 @@ def embedded(x, w):
 MODELS = {
     "two uses": lambda x, w: x @ w + (2 * x) @ w,
     "three uses": lambda x, w: x @ w + (2 * x) @ w + (3 * x) @ w,
-    "gradients that are held": lambda x, w: x @ Holding.apply(w) + x @ Holding.apply(w) + x @ w,
+    "a gradient that is held": lambda x, w: (2 * x) @ w + x @ Holding.apply(w),
     "gradients that are views": lambda x, w: x @ w.T + (2 * x) @ w.T,
     "a tied embedding": lambda x, w: embedded(x, w) @ w,
     "a tied embedding whose head is a view": lambda x, w: embedded(x, w) @ w.T,
