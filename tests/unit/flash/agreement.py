@@ -16,8 +16,9 @@ from dpscope.flash.oracle import per_sample_gradients
 
 Losses = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (B,), one loss a sample
 
-# (clipped sums, per parameter; norms). What the contract promises (epsilon: 1.2e-7 and 2.2e-16).
-TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.float64: (1e-12, 1e-12)}
+# (clipped sums, per parameter; norms). What the contract promises (epsilon: 1.2e-7 and 2.2e-16). CPUs add up in other
+# orders: one model's norms are 1.1e-6 off on one, as float32 autograd's are there, and 1e-7 on another.
+TOLERANCES = {torch.float32: (1e-5, 2e-6), torch.float64: (1e-12, 1e-12)}
 # Where backward itself cancels, float32 autograd is further than that from the truth, and the engine, which starts
 # from the same g, cannot be nearer: it may err as the float32 oracle does, times this.
 NOISE_MARGIN = 4.0

@@ -137,9 +137,13 @@ class Contribution:
     def kept_product(self) -> Tensor | None:
         """Return the per-sample gradients of a product whose path is to keep them; None for anything else."""
 
+    def square_parts(self) -> Tensor | None:
+        """Return (B, n) whose sums over n are the squared norms, where a kernel makes or has made them."""
+
     def norms_squared(self) -> Tensor:
         """Return squared norms, (B,), without keeping per-sample gradients."""
-        return kept_norms_squared([self.materialise()])
+        parts = self.square_parts()
+        return kept_norms_squared([self.materialise()]) if parts is None else parts.sum(1)
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         """Return Σ_b scale_b v_b, added into `out` if given. A sample with scale 0 is left out, even if it has NaN."""
@@ -161,7 +165,7 @@ class Kept(Contribution):
         self.owned = owned
         self.version = values._version
 
-    def known_squares(self) -> Tensor | None:
+    def square_parts(self) -> Tensor | None:
         return self.squares if self.values._version == self.version else None
 
     @property
@@ -192,10 +196,6 @@ class Kept(Contribution):
 
     def materialise(self) -> Tensor:
         return self.values
-
-    def norms_squared(self) -> Tensor:
-        known = self.known_squares()
-        return super().norms_squared() if known is None else known.sum(1)
 
 
 def kept_products(x: Tensor, g: Tensor) -> Kept:

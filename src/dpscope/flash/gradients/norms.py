@@ -123,12 +123,10 @@ class SquaredNorms:
 
     def add_part(self, group: int, part: Contribution) -> None:
         """Count one contribution. Some wait, to be normed together with others."""
-        if isinstance(part, Kept):
-            squares = part.known_squares()
-            if squares is None:
-                self._kept[group].append(part.values)
-            else:
-                self._squares[group].append(squares)
+        if (squares := part.square_parts()) is not None:
+            self._squares[group].append(squares)
+        elif isinstance(part, Kept):
+            self._kept[group].append(part.values)
         elif isinstance(part, Lookup) and part.decision.path == GRAM:
             self._lookups.append((group, GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx)))
         elif isinstance(part, Outer) and (path := exact_path(part.decision.path, part.g)) != DIRECT:

@@ -243,6 +243,9 @@ class ConvProduct:
             each = planes * plan.copies * plan.rows * (self.g.shape[-1] + plan.missing) * self.x.element_size()
             wanted = -(-batch * each // max(LEAST_COPIES, self.x.nbytes))
             count = max(1, min(wanted, batch * plan.tiles // FEWEST_PROGRAMS))
+        if count == 1:  # as most are: a slice takes the host as long as a launch
+            yield _Operands(slice(None), *self._prepared(self.x, self.g, plan), plan)
+            return
         step = -(-batch // count)
         for start in range(0, batch, step):
             samples = slice(start, min(batch, start + step))
@@ -260,9 +263,9 @@ class ConvProduct:
         return self._in_words(x, plan), self._in_words(g, plan)
 
     def _in_words(self, rows: Tensor, plan: _Plan) -> Tensor:
-        """Return (…, *positions) as (…, length), padded with zeros to whole words, so that a thread copies several."""
-        rows = rows.contiguous().flatten(rows.dim() - len(self.geometry.kernel))
-        return F.pad(rows, (0, plan.missing)) if plan.missing else rows
+        """Return (…, *positions) in order, padded with zeros to whole words, so that a thread copies several."""
+        rows = rows.contiguous()
+        return F.pad(rows.flatten(-len(self.geometry.kernel)), (0, plan.missing)) if plan.missing else rows
 
 
 def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:
@@ -311,10 +314,10 @@ def conv_products(
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
     for samples, x, g, some in product.pieces(work):
-        written = [parts[samples]] if values is None else [parts[samples], values[samples]]
-        operands = (x, g, None if values is None else values[samples], parts[samples], directions)
+        squares, kept = _some(parts, samples), None if values is None else _some(values, samples)
+        operands = (x, g, kept, squares, directions)
         launch(_conv_products_kernel, some.batch * some.tiles, operands, some.integers, some.constants)
-        _announce(_conv_products_kernel, [x, g], written, some)
+        _announce(_conv_products_kernel, [x, g], [squares] if kept is None else [squares, kept], some)
         del x, g, operands  # before the next copies are made
     return values, parts
 
@@ -323,12 +326,12 @@ def conv_products(
 def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Return Σ_b scale_b V_b, (O, d) float32."""
     total: Tensor | None = None
-    scale = scale.float().contiguous()
+    scale = scale.contiguous()
     for samples, x, g, plan in product.pieces(FOR_SUM):
         each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
         parts = -(-plan.batch // each)
         sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
-        factors = scale[samples]
+        factors = _some(scale, samples)
         integers = (plan.batch, each, MIN_SCALE, *plan.integers)
         launch(_conv_sum_kernel, parts * plan.tiles, (x, g, sums, factors), integers, plan.constants)
         _announce(_conv_sum_kernel, [x, g, factors], [sums], plan)
@@ -337,6 +340,11 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
         del x, g  # before the next copies are made
     assert total is not None
     return total
+
+
+def _some(rows: Tensor, samples: slice) -> Tensor:
+    """Return the rows of some samples; of all, the tensor itself."""
+    return rows if samples == slice(None) else rows[samples]
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -517,7 +525,7 @@ def _conv_sum_kernel(
         own_g = g + (image * groups + group) * p * whole
         acc = _multiply(own_x, own_g, window, o, k * BLOCK_K, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
         if (k == steps - 1) & ((image + 1) % images == 0):
-            factor = tl.load(scale + image // images)
+            factor = tl.load(scale + image // images).to(tl.float32)
             # A sample without a factor may hold NaN: it is put aside, not multiplied by zero.
             total = tl.where(tl.abs(factor) >= min_scale, total + factor * acc, total)
             acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)

@@ -97,13 +97,11 @@ class Patches(Saved):
     def products_along(self, directions: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor]:
         """Return per-sample gradients, if kept, and (B, 3, O) float64 of their rows.
 
-        Those are squares, products with a constant row of length one, and products with `directions`, (O, n).
+        Those are squares, sums, and products with `directions`, (O, n).
         """
         dtype = stored_dtype(self.g.dtype) if keep else None
         values, products = conv_products(self._product(), dtype, directions=directions)
-        products = products.sum(1)
-        products[:, 1] *= directions.shape[1] ** -0.5
-        return None if values is None else values.view(-1, *self.shape), products
+        return None if values is None else values.view(-1, *self.shape), products.sum(1)
 
     def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Patches:
         x, g = map(group, self.saved)
@@ -164,9 +162,14 @@ class Patches(Saved):
                 values[samples] = self._gradients(samples)
         return values
 
+    def square_parts(self) -> Tensor | None:
+        if not self.by_kernel or not (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT):
+            return None
+        return conv_products(self._product(), None)[1]
+
     def norms_squared(self) -> Tensor:
-        if self.by_kernel and (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT):
-            return conv_products(self._product(), None)[1].sum(1)
+        if (parts := self.square_parts()) is not None:
+            return parts.sum(1)
         if self.by_torch and self.decision.path == DIRECT:
             dtype = wide(self.g.dtype)
             pieces = slices(self.batch_size, math.prod(self.shape) * dtype.itemsize, scratch=True)

@@ -37,6 +37,7 @@ from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 
 PROBES = 3
+_ALL = slice(None)
 LEAST_OUTSIDE = 2.0**-12
 _WEIGHT_OF_BASIS = 16.0  # in two of the probes, beside random numbers of size one
 _AT_ONCE = 2**21  # elements of weights whose probes are pulled back together
@@ -46,11 +47,12 @@ _TOLERANCE = 2e-5  # of a row's length: sums of thousands of float32 are known t
 
 
 class Verdict:
-    """Yes or no for each of several weights, made on a device and read when it has come."""
+    """Yes or no for each of many rows, made on a device and read when it has come."""
 
     def __init__(self, flags: Tensor) -> None:
         self._flags = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=flags.is_cuda)
         self._flags.copy_(flags, non_blocking=True)
+        self._seen = self._flags.numpy()
         self._event: Any = _Event() if flags.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -58,26 +60,29 @@ class Verdict:
     def has_come(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def is_no(self, index: int = 0) -> bool:
-        return self.has_come() and not bool(self._flags[index])
+    def is_no(self, rows: slice = _ALL) -> bool:
+        """Return whether it has come, and is no for one of these rows."""
+        return self.has_come() and not self._seen[rows].all()
 
 
 class RowForm(NamedTuple):
     """Jᵀ of weights with O rows, and of their gains.
 
-    scale: a, (O,), NaN where a row has another form; inner: N, (O, 2, 2); gain: ζ, (O, 2), zero without a gain
+    scale: a, (O,), NaN where a row has another form; inner: N, (O, 2, 2); gain: ζ, (O, 2), zero without a gain;
+    basis: E, (O, 2, n)
     """
 
     scale: Tensor
     inner: Tensor
     gain: Tensor
+    basis: Tensor
 
-    def applied(self, v: Tensor, basis: Tensor) -> Tensor:
-        """Return a v + E N Eᵀ v, for v: (B, *shape) with O rows and basis: (2, O, n)."""
+    def applied(self, v: Tensor) -> Tensor:
+        """Return a v + E N Eᵀ v, for v: (B, *shape) with O rows."""
         rows = v.flatten(2)
-        along = torch.bmm(rows.transpose(0, 1), basis.permute(1, 2, 0))  # (O, B, 2)
+        along = torch.bmm(rows.transpose(0, 1), self.basis.mT)  # (O, B, 2)
         values = rows * self.scale.unsqueeze(1)
-        values.transpose(0, 1).baddbmm_(torch.bmm(along, self.inner.mT), basis.transpose(0, 1))
+        values.transpose(0, 1).baddbmm_(torch.bmm(along, self.inner.mT), self.basis)
         return values.view(v.shape)
 
     def squares(self, products: Tensor) -> Tensor:
@@ -98,56 +103,115 @@ def _identity(like: Tensor) -> Tensor:
     return torch.eye(2, dtype=like.dtype, device=like.device)
 
 
-def basis_of(w: Tensor) -> Tensor:
-    """Return orthonormal vectors that span 1 and w_o, (2, O, n)."""
+def directions_of(w: Tensor) -> Tensor:
+    """Return (O, n): w_o less its mean, of length one; zeros where nothing is left. The constant vector is beside it.
+
+    One operator makes them, because there is one call for each layer.
+    """
     flat = w.detach().flatten(1)
-    return torch.stack([torch.full_like(flat, flat.shape[1] ** -0.5), F.normalize(flat - flat.mean(1, keepdim=True))])
+    n = flat.shape[1]
+    return F.layer_norm(flat, (n,), eps=torch.finfo(flat.dtype).tiny).mul_(n**-0.5)
 
 
 def row_forms(
-    qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], bases: Sequence[Tensor]
-) -> tuple[RowForm, Tensor]:
-    """Return the form of all rows of all weights, and which rows have it: (ΣO,). No two q share a parameter."""
-    noise = _random(PROBES * max(w.numel() for w in weights), weights[0])
-    columns = [list(noise[: PROBES * w.numel()].view(PROBES, *w.shape)) for w in weights]
-    probes = list(map(list, zip(*columns, strict=True)))  # by probe, then by weight
-    for k in (0, 1):
-        added = [basis[k].view_as(w) for basis, w in zip(bases, weights, strict=True)]
-        probes[k] = list(torch._foreach_add(probes[k], added, alpha=_WEIGHT_OF_BASIS))
+    qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], directions: Sequence[Tensor]
+) -> list[EqualRows]:
+    """Return the forms of all weights, those with equally long rows together. No two q share a parameter."""
+    lengths: dict[int, list[int]] = {}
+    for at, direction in enumerate(directions):
+        lengths.setdefault(direction.shape[1], []).append(at)
+    groups = [EqualRows(at, weights, directions) for at in lengths.values()]
+    probes = dict(pair for group in groups for pair in group.probes_of(weights))
     parameters = [*weights, *(gain for gain in gains if gain is not None)]
-    pulled = [_pulled(qs, parameters, each) for each in probes]
-    images = zip(*(found[: len(weights)] for found in pulled), strict=True)
-    measured = [_measured(*each) for each in zip(zip(*probes, strict=True), images, bases, strict=True)]
-    scale, inside, lengths, errors = (torch.cat(each) for each in zip(*measured, strict=True))
-    given = inside[:, :PROBES]  # (ΣO, PROBES, 2), and beside it what a linear map of it is to give: (ΣO, PROBES, 3)
-    found = torch.cat([inside[:, PROBES:], _of_gains(weights, gains, pulled)], 2)
-    (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
-    inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
-    turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
-    inner, gain = turned[:, :, :2].mT - scale.view(-1, 1, 1) * _identity(scale), turned[:, :, 2]
-    missed = found - given @ turned
-    errors = (errors.square() + missed[:, :, :2].square().sum(2)).sqrt()
-    allowed = lengths[:, PROBES:] + scale.abs().unsqueeze(1) * lengths[:, :PROBES]
-    fits = (errors <= _TOLERANCE * allowed).all(1)
-    fits &= (missed[:, :, 2].abs() <= _TOLERANCE * gain.norm(dim=1, keepdim=True) * lengths[:, :PROBES]).all(1)
-    return RowForm(scale.where(fits, torch.nan), inner, gain), fits
+    found = iter(_pulled(qs, parameters, [probes[at] for at in range(len(weights))]))
+    images = [next(found) for _ in weights]
+    of_gains = [None if gain is None else next(found) for gain in gains]
+    for group in groups:
+        group.measure(images, of_gains)
+    return groups
 
 
-def _of_gains(weights: Sequence[Tensor], gains: Sequence[Tensor | None], pulled: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the gradients of the gains, (ΣO, PROBES, 1), which follow those of the weights; zeros without a gain."""
-    found = zip(*(each[len(weights) :] for each in pulled), strict=True)
-    columns = [
-        w.new_zeros(len(w), PROBES) if gain is None else torch.stack([each.flatten() for each in next(found)], 1)
-        for w, gain in zip(weights, gains, strict=True)
-    ]
-    return torch.cat(columns).unsqueeze(2)
+class EqualRows:
+    """Weights whose rows are equally long, one after the other: R rows of n elements, in the order of `places`.
+
+    form: of all these rows, and `fits`, (R,): which have it. Both are known once they are measured.
+    """
+
+    form: RowForm
+    fits: Tensor
+
+    def __init__(self, places: list[int], weights: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
+        self.places = places
+        self.sizes = [len(weights[at]) for at in places]
+        across = torch.cat([directions[at] for at in places])
+        self._basis = torch.stack([torch.full_like(across, across.shape[1] ** -0.5), across], 1)
+        self._probes = _random(PROBES * across.numel(), across).view(PROBES, *across.shape)
+        self._probes[:2].add_(self._basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
+
+    def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
+        """Return the rows of each weight."""
+        return torch.split(rows, self.sizes, dim)
+
+    def probes_of(self, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the place of each weight with its probes, (PROBES, *shape)."""
+        for at, probes in zip(self.places, self.split(self._probes, 1), strict=True):
+            yield at, probes.view(PROBES, *weights[at].shape)
+
+    def measure(self, images: Sequence[Tensor], of_gains: Sequence[Tensor | None]) -> None:
+        """Find the form, given Jᵀ of all probes, (PROBES, *shape) of each weight and of each gain."""
+        found = torch.cat([images[at].flatten(2) for at in self.places], 1)
+        rows = torch.cat([self._probes, found])  # (2·PROBES, R, n)
+        lengths = torch.linalg.vector_norm(rows, dim=2)
+        basis, rows_first = self._basis, rows.transpose(0, 1)
+        inside = torch.bmm(rows_first, basis.mT)
+        rows_first.baddbmm_(inside, basis, alpha=-1)
+        given, found = rows[:PROBES], rows[PROBES:]
+        scale = (given * found).sum((0, 2)) / given.square().sum((0, 2))
+        errors = torch.linalg.vector_norm(found - scale.unsqueeze(1) * given, dim=2)
+        # What a linear map of the parts inside is to give: parts inside, and the gradient of the gain.
+        given, found = inside[:, :PROBES], torch.cat([inside[:, PROBES:], self._of(of_gains)], 2)  # (R, PROBES, 2 or 3)
+        (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
+        inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
+        turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
+        inner, gain = turned[:, :, :2].mT - scale.view(-1, 1, 1) * _identity(scale), turned[:, :, 2]
+        missed = found - given @ turned
+        errors = (errors.square() + missed[:, :, :2].square().sum(2).mT).sqrt()
+        allowed = lengths[PROBES:] + scale.abs() * lengths[:PROBES]
+        fits = (errors <= _TOLERANCE * allowed).all(0)
+        fits &= (missed[:, :, 2].mT.abs() <= _TOLERANCE * gain.norm(dim=1) * lengths[:PROBES]).all(0)
+        self.form, self.fits = RowForm(scale.where(fits, torch.nan), inner, gain, basis), fits
+        del self._probes
+
+    def _of(self, gains: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradients of the gains, (R, PROBES, 1); zeros without a gain."""
+        each = [gains[at] for at in self.places]
+        if not any(gradients is not None for gradients in each):
+            return self._basis.new_zeros(()).expand(sum(self.sizes), PROBES, 1)
+        columns = [
+            self._basis.new_zeros(PROBES, size) if gradients is None else gradients.flatten(1)
+            for size, gradients in zip(self.sizes, each, strict=True)
+        ]
+        return torch.cat(columns, 1).mT.unsqueeze(2)
 
 
-def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of the parameters for one gradient of each q, zeros where there is none."""
+def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], probes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of the parameters for all probes, (PROBES, *shape) for each q; zeros where there is none."""
     with OWN_GRADIENTS.taken(), no_autocast(qs[0].device.type):
-        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        return torch.autograd.grad(qs, parameters, gradients, **options)
+        found = _gradients(qs, parameters, probes)
+    return [
+        parameter.new_zeros(PROBES, *parameter.shape) if gradients is None else gradients
+        for parameter, gradients in zip(parameters, found, strict=True)
+    ]
+
+
+def _gradients(qs: Sequence[Tensor], parameters: Sequence[Tensor], rows: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the parameters' gradients for rows of gradients of each q, by one vjp; None for those that have none."""
+    options: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
+    try:
+        return torch.autograd.grad(qs, parameters, rows, is_grads_batched=True, **options)
+    except RuntimeError:  # an operator that vmap has no rule for
+        each = [torch.autograd.grad(qs, parameters, row, **options) for row in zip(*rows, strict=True)]
+    return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
 def _random(count: int, like: Tensor) -> Tensor:
@@ -158,21 +222,8 @@ def _random(count: int, like: Tensor) -> Tensor:
         .sin_()
         .mul_(43758.5453)
         .frac_()
-        .to(like)
+        .to(like.dtype, copy=True)
     )
-
-
-def _measured(probes: Sequence[Tensor], images: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, ...]:
-    """Return for each row a, products with the basis, lengths of probes and images, and the residual of the images."""
-    rows = torch.stack([each.flatten(1) for each in (*probes, *images)], 1)  # (O, 2·PROBES, n)
-    lengths = torch.linalg.vector_norm(rows, dim=2)
-    across = basis.transpose(0, 1)
-    inside = torch.bmm(rows, across.mT)
-    rows.baddbmm_(inside, across, alpha=-1)
-    given, found = rows[:, :PROBES], rows[:, PROBES:]
-    scale = (given * found).sum((1, 2)) / given.square().sum((1, 2))
-    errors = torch.linalg.vector_norm(found - scale.view(-1, 1, 1) * given, dim=2)
-    return scale, inside, lengths, errors
 
 
 class Later(Contribution):
@@ -229,7 +280,8 @@ class Derived(Later):
     """
 
     __slots__ = (
-        "__weakref__", "basis", "form", "gain", "inner", "others", "products", "q", "squared", "tell", "versions", "w",
+        "__weakref__", "directions", "form", "gain", "inner", "others", "products", "q", "squares", "tell", "versions",
+        "w",
     )  # fmt: skip
 
     def __init__(
@@ -238,16 +290,16 @@ class Derived(Later):
         q: Tensor,
         w: Tensor,
         gain: Tensor | None,
-        tell: Callable[[Verdict, int], None],
+        tell: Callable[[Verdict, slice], None],
         others: Unknown,
     ) -> None:
         self.q, self.w, self.gain, self.tell, self.others = q, w, gain, tell, others
         self.versions = self._versions()
-        self.basis = basis_of(w)
-        values, self.products = patches.products_along(self.basis[1], keep=patches.decision.path == KEEP)
+        self.directions = directions_of(w)
+        values, self.products = patches.products_along(self.directions, keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
         self.form: RowForm | None = None
-        self.squared: Tensor | None = None
+        self.squares: Tensor | None = None
         others.members.append(ref(self))
 
     def _versions(self) -> tuple[int, int]:
@@ -267,19 +319,18 @@ class Derived(Later):
 
     def materialise(self) -> Tensor:
         form = self._known()
-        return form.applied(self.inner.materialise().to(form.scale.dtype), self.basis)
+        return form.applied(self.inner.materialise().to(form.scale.dtype))
 
-    def norms_squared(self) -> Tensor:
+    def square_parts(self) -> Tensor | None:
         self._known()
-        assert self.squared is not None
-        return self.squared
+        return self.squares
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         return self.from_sum(self.inner.clipped_sum(scale, None), out)
 
     def from_sum(self, total: Tensor, out: Tensor | None) -> Tensor:
         """Return the clipped sum, given that of q, added into `out` where given."""
-        total = self._known().applied(total.unsqueeze(0), self.basis).squeeze(0)
+        total = self._known().applied(total.unsqueeze(0)).squeeze(0)
         return total if out is None else out.add_(total)
 
     def of_gain(self) -> Tensor:
@@ -321,7 +372,7 @@ class WeightDerivative:
 
     def __init__(self) -> None:
         self._verdict: Verdict | None = None  # whether the derivative has the closed form
-        self._place = 0  # in the verdict
+        self._rows = _ALL  # of the verdict
 
     def contributions(self, engine: Engine, q: Tensor, patches: Patches) -> list[tuple[Slot, Contribution]]:
         """Return q's gradients in place of those of the weight that q is made of, if that is exact; otherwise nothing.
@@ -348,31 +399,31 @@ class WeightDerivative:
             return _vjp(q, parameters, rows)
         others = [each for each in parameters if each is not weight]
         found = iter(_vjp(q, others, rows) if others else [])
-        return [form.applied(rows, basis_of(weight)) if each is weight else next(found) for each in parameters]
+        return [form.applied(rows) if each is weight else next(found) for each in parameters]
 
     def _weight_in_rows(self, q: Tensor, parameters: list[nn.Parameter], batch: int) -> nn.Parameter | None:
         """Return the one parameter of q's shape, if its derivative may have a closed form."""
         alike = [each for each in parameters if each.shape == q.shape and each.dtype == q.dtype]
-        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 4 * PROBES
-        refuted = self._verdict is not None and self._verdict.is_no(self._place)
+        wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q.shape[1:].numel() >= 4 * PROBES
+        refuted = self._verdict is not None and self._verdict.is_no(self._rows)
         if len(alike) != 1 or not wide or batch <= PROBES or refuted or dry_run.current() is not None:
             return None
         return alike[0]
 
     def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
         """Return the closed form, or None if there is none; wait for the first verdict."""
-        form, fits = row_forms([q], [weight], [gain], [basis_of(weight)])
+        (found,) = row_forms([q], [weight], [gain], [directions_of(weight)])
         if own_capture() is not None:
-            return form
+            return found.form
         first = self._verdict is None
-        self._hear(Verdict(fits.all().unsqueeze(0)), 0)
+        self._hear(Verdict(found.fits), _ALL)
         assert self._verdict is not None
-        return None if (first and not bool(fits.all())) or self._verdict.is_no(self._place) else form
+        return None if (first and not bool(found.fits.all())) or self._verdict.is_no(self._rows) else found.form
 
-    def _hear(self, verdict: Verdict, place: int) -> None:
+    def _hear(self, verdict: Verdict, rows: slice) -> None:
         """Record whether the derivative has the closed form, once the last verdict is known."""
         if self._verdict is None or self._verdict.has_come():
-            self._verdict, self._place = verdict, place
+            self._verdict, self._rows = verdict, rows
 
 
 def slots_behind(engine: Engine, q: Tensor) -> list[Slot]:
@@ -381,14 +432,9 @@ def slots_behind(engine: Engine, q: Tensor) -> list[Slot]:
 
 
 def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Any]:
-    """Return the parameters' gradients by one vjp over all rows; None for those that have none."""
-    options: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
+    """Return the parameters' gradients for rows of gradients of q; None for those that have none."""
     with OWN_GRADIENTS.taken():
-        try:
-            return torch.autograd.grad(q, parameters, rows, is_grads_batched=True, **options)
-        except RuntimeError:  # an operator that vmap has no rule for
-            each = [torch.autograd.grad(q, parameters, row, **options) for row in rows]
-    return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
+        return _gradients([q], parameters, [rows])
 
 
 class Unknown:
@@ -426,20 +472,24 @@ def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
 
 def _find(members: list[Derived]) -> None:
     """Find the derivatives of some weights, and the norms that follow."""
-    weights = [each.w for each in members]
-    sizes = [len(w) for w in weights]
-    given = [each.q for each in members], weights, [each.gain for each in members], [each.basis for each in members]
-    form, fits = row_forms(*given)
-    squares = form.squares(torch.cat([each.products for each in members], 2))
+    given = [each.q for each in members], [each.w for each in members], [each.gain for each in members]
+    groups = row_forms(*given, [each.directions for each in members])
     verdict = None  # a replayed graph tells nobody: its samples have no share where rows do not fit
     if own_capture() is None:
-        verdict = Verdict(torch.stack([each.all() for each in torch.split(fits, sizes)]))
-    forms = zip(*(torch.split(each, sizes) for each in form), strict=True)
-    for index, (member, own, of_it) in enumerate(zip(members, forms, torch.split(squares, sizes, 1), strict=True)):
-        member.form, member.squared = RowForm(*own), of_it.sum(1)
-        if verdict is not None:
-            member.tell(verdict, index)
-        del member.q
+        verdict = Verdict(torch.cat([group.fits for group in groups]))
+    seen = 0
+    for group in groups:
+        own = [members[at] for at in group.places]
+        products = torch.cat([member.products for member in own], 2)
+        products[:, 1] *= group.form.basis.shape[2] ** -0.5  # the constant vector is of length one
+        forms = zip(*(group.split(each) for each in group.form), strict=True)
+        squares = group.split(group.form.squares(products), 1)
+        for member, form, squared, along in zip(own, forms, squares, group.split(products, 2), strict=True):
+            member.form, member.squares, member.products = RowForm(*form), squared, along
+            if verdict is not None:
+                member.tell(verdict, slice(seen, seen + len(member.w)))
+            seen += len(member.w)
+            del member.q, member.directions
 
 
 _unknown: WeakKeyDictionary[Any, Unknown] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.layers import row_derivatives
-from dpscope.flash.layers.row_derivatives import RowForm, basis_of, row_forms
+from dpscope.flash.layers.row_derivatives import RowForm, directions_of, row_forms
 from tests.unit.flash.agreement import assert_exact
 
 
@@ -46,7 +46,8 @@ OTHERS = {
 
 
 def form_of(q: Tensor, w: Tensor) -> tuple[RowForm, Tensor]:
-    return row_forms([q], [w], [None], [basis_of(w)])
+    (found,) = row_forms([q], [w], [None], [directions_of(w)])
+    return found.form, found.fits
 
 
 def autograds(q: Tensor, w: Tensor, rows: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def test_gradients_are_those_of_autograd(name, dtype):
     q, rows = FITTING[name](w), torch.randn(7, 6, 5, 3, 3, dtype=dtype)
     before = torch.get_rng_state()
     form, fits = form_of(q, w)
-    found = form.applied(rows, basis_of(w))
+    found = form.applied(rows)
     assert fits.all()
     torch.testing.assert_close(found, autograds(q, w, rows), rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before)
@@ -74,10 +75,10 @@ def test_norms_come_from_squares_and_products_with_the_basis(name):
     q, rows = FITTING[name](w), torch.randn(7, 6, 5, 3, 3, dtype=torch.float64)
     form, _ = form_of(q, w)
     flat = rows.flatten(2)
-    products = torch.stack([flat.square().sum(2), *((flat * e).sum(2) for e in basis_of(w))], 1)
+    products = torch.stack([flat.square().sum(2), *((flat * e).sum(2) for e in form.basis.unbind(1))], 1)
     exact = autograds(q, w, rows).flatten(1).square().sum(1)
     torch.testing.assert_close(form.squares(products).sum(1), exact, rtol=1e-9, atol=0)
-    inside = basis_of(w)[1].expand(7, -1, -1)  # nothing of it is outside of the basis: never below the truth
+    inside = form.basis[:, 1].expand(7, -1, -1)  # nothing of it is outside of the basis: never below the truth
     products = torch.stack([torch.ones(7, 6), torch.zeros(7, 6), torch.ones(7, 6)], 1).double()
     exact = autograds(q, w, inside.reshape(rows.shape)).flatten(1).square().sum(1)
     assert (form.squares(products).sum(1) >= exact * (1 - 1e-9)).all()
@@ -90,7 +91,39 @@ def test_another_derivative_is_found_out_and_gives_no_numbers(name):
     q = OTHERS[name](w)
     form, fits = form_of(q, w)
     assert not fits.any()
-    assert form.applied(torch.randn(2, 6, 5, 3, 3), basis_of(w)).isnan().all()
+    assert form.applied(torch.randn(2, 6, 5, 3, 3)).isnan().all()
+
+
+def test_weights_are_measured_together_as_they_are_alone():
+    """Rows of three lengths, with gains and without, and an operator that vmap has no rule for."""
+    torch.manual_seed(0)
+    shapes, names = [(6, 5, 3, 3), (4, 45), (8, 2, 3, 3), (3, 5, 9), (5, 13)], ["standardised", "normalised", "masked"]
+    weights = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    gains = [torch.rand(len(w), *[1] * (w.dim() - 1), requires_grad=True) for w in weights]
+    gains[::2] = [None] * 3
+    qs = [(FITTING | OTHERS)[names[at % 3]](w) for at, w in enumerate(weights)]
+    qs = [q if gain is None else q * gain for q, gain in zip(qs, gains, strict=True)]
+    qs[0] = OnlyOneByOne.apply(qs[0])
+    given = qs, weights, gains, [directions_of(w) for w in weights]
+    groups = row_forms(*given)
+    assert sorted(len(group.places) for group in groups) == [1, 1, 3]
+    for group in groups:
+        each = zip(group.places, group.split(group.fits), *map(group.split, group.form), strict=True)
+        for at, fits, *together in each:
+            (alone,) = row_forms(*([column[at]] for column in given))
+            assert bool(fits.all()) == (names[at % 3] != "masked")
+            assert torch.equal(fits, alone.fits)
+            torch.testing.assert_close(together, list(alone.form), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+class OnlyOneByOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.from_numpy(g.numpy().copy())
 
 
 class Standardised(nn.Conv2d):
