@@ -54,9 +54,13 @@ def _counts(tensor: Any) -> tuple[int, int, int]:
 
 
 def prepare() -> None:
-    """Learn the counts of a gradient that the engine alone holds. Until then, no operator is replaced."""
-    if _alone or not hasattr(Tensor, "_use_count"):
+    """Learn the counts of a gradient that the engine alone holds. Until then, no operator is replaced.
+
+    Call it before each use: torch.compile changes them, because its wrappers of a mode hold the operands as well.
+    """
+    if not hasattr(Tensor, "_use_count"):
         return
+    _alone.clear()
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

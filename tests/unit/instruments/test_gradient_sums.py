@@ -9,6 +9,7 @@ from torch import nn
 
 from dpscope.forecast.cards import CARDS
 from dpscope.forecast.fake_device import DEVICE, open_device
+from dpscope.instruments import gradient_sums
 from dpscope.instruments.memory import Tracker
 from tests.unit.instruments.memory.allocator_events import allocator_peak
 
@@ -105,3 +106,14 @@ def test_a_gradient_that_is_added_to_in_place_has_the_value_of_a_sum():
     with Tracker("cpu", nn.Identity(), list).tracking():
         MODELS["three uses"](x, tracked).sum().backward()
     assert torch.equal(tracked.grad, alone.grad)
+
+
+def test_counts_are_learned_anew_for_each_use(monkeypatch):
+    """torch.compile changes them: those of an earlier run would be of no use."""
+    monkeypatch.setattr(gradient_sums, "_alone", [(99, 99, 99)])
+    with Tracker("cpu", nn.Identity(), list).tracking():
+        assert gradient_sums._alone != [(99, 99, 99)]
+    x, w = on("cpu")
+    with Tracker("cpu", nn.Identity(), list).tracking() as record:
+        backward(MODELS["two uses"], x, w)
+    assert sum(kind == 0 and nbytes == SIZE for kind, _, nbytes in record.events) == 2  # no third gradient
