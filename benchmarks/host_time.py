@@ -108,6 +108,7 @@ class Training:
     device: str
     path: str
     lean: bool = False
+    clipping: str = "flat"
     times: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def __post_init__(self) -> None:
@@ -118,7 +119,9 @@ class Training:
         optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if self.flash:
             budget = "lean" if self.lean else None
-            engine = FlashEngine(self.model, max_grad_norm=1.0, path=self.path, memory_budget=budget)
+            engine = FlashEngine(
+                self.model, max_grad_norm=1.0, path=self.path, memory_budget=budget, clipping=self.clipping
+            )
             optimizer = DPFlashOptimizer(
                 optimizer, engine=engine, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch
             )
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lean", action="store_true", help="every block checkpointed, flash with as little memory")
+    parser.add_argument("--clipping", default="flat", help="clipping rule")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes in flash clipping")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -187,6 +191,7 @@ def main() -> None:
             options.device,
             options.path,
             options.lean,
+            options.clipping,
         )
         for name in ("standard", "flash")
     }

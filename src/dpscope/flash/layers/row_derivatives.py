@@ -120,7 +120,9 @@ def row_forms(
     lengths: dict[int, list[int]] = {}
     for at, direction in enumerate(directions):
         lengths.setdefault(direction.shape[1], []).append(at)
-    groups = [EqualRows(at, weights, directions) for at in lengths.values()]
+    most = max(sum(weights[at].numel() for at in places) for places in lengths.values())
+    noise = _random(PROBES * most, directions[0])
+    groups = [EqualRows(places, weights, directions, noise) for places in lengths.values()]
     probes = dict(pair for group in groups for pair in group.probes_of(weights))
     parameters = [*weights, *(gain for gain in gains if gain is not None)]
     found = iter(_pulled(qs, parameters, [probes[at] for at in range(len(weights))]))
@@ -140,12 +142,14 @@ class EqualRows:
     form: RowForm
     fits: Tensor
 
-    def __init__(self, places: list[int], weights: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
+    def __init__(
+        self, places: list[int], weights: Sequence[Tensor], directions: Sequence[Tensor], noise: Tensor
+    ) -> None:
         self.places = places
         self.sizes = [len(weights[at]) for at in places]
         across = torch.cat([directions[at] for at in places])
         self._basis = torch.stack([torch.full_like(across, across.shape[1] ** -0.5), across], 1)
-        self._probes = _random(PROBES * across.numel(), across).view(PROBES, *across.shape)
+        self._probes = noise[: PROBES * across.numel()].view(PROBES, *across.shape).clone()
         self._probes[:2].add_(self._basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
 
     def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
@@ -159,15 +163,14 @@ class EqualRows:
 
     def measure(self, images: Sequence[Tensor], of_gains: Sequence[Tensor | None]) -> None:
         """Find the form, given Jᵀ of all probes, (PROBES, *shape) of each weight and of each gain."""
-        found = torch.cat([images[at].flatten(2) for at in self.places], 1)
-        rows = torch.cat([self._probes, found])  # (2·PROBES, R, n)
+        basis, found = self._basis, torch.cat([images[at].flatten(2) for at in self.places], 1)
+        rows = torch.cat([self._probes.transpose(0, 1), found.transpose(0, 1)], 1)  # (R, 2·PROBES, n)
         lengths = torch.linalg.vector_norm(rows, dim=2)
-        basis, rows_first = self._basis, rows.transpose(0, 1)
-        inside = torch.bmm(rows_first, basis.mT)
-        rows_first.baddbmm_(inside, basis, alpha=-1)
-        given, found = rows[:PROBES], rows[PROBES:]
-        scale = (given * found).sum((0, 2)) / given.square().sum((0, 2))
-        errors = torch.linalg.vector_norm(found - scale.unsqueeze(1) * given, dim=2)
+        inside = torch.bmm(rows, basis.mT)
+        rows.baddbmm_(inside, basis, alpha=-1)
+        given, found = rows[:, :PROBES], rows[:, PROBES:]
+        scale = (given * found).sum((1, 2)) / given.square().sum((1, 2))
+        errors = torch.linalg.vector_norm(found - scale.view(-1, 1, 1) * given, dim=2)
         # What a linear map of the parts inside is to give: parts inside, and the gradient of the gain.
         given, found = inside[:, :PROBES], torch.cat([inside[:, PROBES:], self._of(of_gains)], 2)  # (R, PROBES, 2 or 3)
         (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
@@ -175,10 +178,10 @@ class EqualRows:
         turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
         inner, gain = turned[:, :, :2].mT - scale.view(-1, 1, 1) * _identity(scale), turned[:, :, 2]
         missed = found - given @ turned
-        errors = (errors.square() + missed[:, :, :2].square().sum(2).mT).sqrt()
-        allowed = lengths[PROBES:] + scale.abs() * lengths[:PROBES]
-        fits = (errors <= _TOLERANCE * allowed).all(0)
-        fits &= (missed[:, :, 2].mT.abs() <= _TOLERANCE * gain.norm(dim=1) * lengths[:PROBES]).all(0)
+        errors = (errors.square() + missed[:, :, :2].square().sum(2)).sqrt()
+        allowed = lengths[:, PROBES:] + scale.abs().unsqueeze(1) * lengths[:, :PROBES]
+        fits = (errors <= _TOLERANCE * allowed).all(1)
+        fits &= (missed[:, :, 2].abs() <= _TOLERANCE * gain.norm(dim=1, keepdim=True) * lengths[:, :PROBES]).all(1)
         self.form, self.fits = RowForm(scale.where(fits, torch.nan), inner, gain, basis), fits
         del self._probes
 
@@ -222,7 +225,7 @@ def _random(count: int, like: Tensor) -> Tensor:
         .sin_()
         .mul_(43758.5453)
         .frac_()
-        .to(like.dtype, copy=True)
+        .to(like)
     )
 
 
