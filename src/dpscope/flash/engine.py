@@ -282,9 +282,10 @@ class FlashEngine:
     def accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds. Leave p.grad unchanged."""
         sums = self.running_sums
-        for parameter, total in _one_by_one(self._close(into=sums.get)):
-            if sums.get(parameter) is None:
-                sums.put(parameter, total)
+        with self._whole_sums():
+            for parameter, total in _one_by_one(self._close(into=sums.get)):
+                if sums.get(parameter) is None:
+                    sums.put(parameter, total)
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return an iterator over (parameter, Σ_b c_b v_b), each trainable parameter once; leave p.grad unchanged.
@@ -321,16 +322,28 @@ class FlashEngine:
                 if recorded is not None:
                     self.state.count()
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
-            try:
+            with self._whole_sums():
                 sums = closing.sums(self._slots, micro, into, factored=factored)
-            except BaseException:
-                self.running_sums.clear()  # some of them are there, others are not
-                raise
         if micro is not None:
             self.path_rules.close()
             self.groups = self._usual_groups
             self.state.count(micro.size if rows is None else rows.real, clip, rows)
         return sums
+
+    @contextmanager
+    def _whole_sums(self) -> Iterator[None]:
+        """Drop the sums of the step after an error inside: some of them hold the micro-batch, others do not.
+
+        A loop that tries the batch again, as after a lack of memory, would count its samples twice.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.state.accumulating:
+                self.abandon_draw(keeps_batch=True)
+            self.state.forget_sums()
+            self.running_sums.clear()
+            raise
 
     @contextmanager
     def capturing(self, static: StaticInputs) -> Iterator[None]:
@@ -411,8 +424,8 @@ class FlashEngine:
         `keeps_batch`: what backward recorded is of the next draw, and stays.
         """
         warnings.warn(
-            "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
-            "are dropped, and no step is taken for it",
+            "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left, an error): "
+            "its sums are dropped, and no step is taken for it",
             stacklevel=2,
         )
         if keeps_batch:

@@ -229,11 +229,11 @@ class DPFlashOptimizer(DPOptimizer):
         """Return True if the physical batch does not end its logical batch. Then add up its sums and keep them."""
         self._left_over = max(0, len(self.physical_batches) - 1)
         in_batches, goes_on = self.engine.state.draw_goes_on, self.draw_goes_on()
-        self.physical_batches.take()
         skips = goes_on or in_batches
         self._meet_ranks(skips)
         if skips:
             self.clip_and_accumulate()
+        self.physical_batches.take()  # not before: a loop may try the batch again after an error
         self._is_last_step_skipped = skips
         return skips
 
@@ -356,11 +356,12 @@ class DPFlashOptimizer(DPOptimizer):
         self._steps += 1
         observed = self.engine.state.observed
         counted = 0.0 if observed is None else float(observed)
+        expected = (self.expected_batch_size or 1) * self.accumulated_iterations
         self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
         clip = self.engine.clip
         if clip.learns:  # from the noisy count, for the next step
             released = self.engine.ranks.add_up(counted, clip.count_noise() if self.noise_multiplier > 0 else 0.0)
-            clip.end_step(released, self.expected_batch_size or 1)
+            clip.end_step(released, expected)
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1

@@ -31,7 +31,8 @@ and the sums of the micro-batches that are closed are in one of three:
 | begin_step()      | step()                            |                          | refused if APPLIED                |
 | skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
 | complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
-| forget_sums()     | step() that begins another draw   |                          | -> COLLECTING, none is counted    |
+| forget_sums()     | step() that begins another draw,  |                          | -> COLLECTING, none is counted    |
+|                   | or an error while sums are made   |                          |                                   |
 | apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
 
 Every transition is legal from every state, except what is said to be refused, and open() of a RECORDED micro-batch
@@ -301,7 +302,7 @@ class StepState:
             self._sums = COLLECTING
 
     def forget_sums(self) -> None:
-        """Forget the sums of a logical batch that stays incomplete, and keep the micro-batch."""
+        """Forget sums that stay incomplete, and keep the micro-batch."""
         self._sums, self._samples = COLLECTING, 0
         self._empty()
 

@@ -215,6 +215,24 @@ def test_the_noise_of_the_count_is_charged() -> None:
     ] == [(1.0, 0.25, 1)]
 
 
+@pytest.mark.parametrize("passes", [2, 4])
+def test_passes_that_are_accumulated_move_the_adaptive_bound_as_one_batch(passes: int) -> None:
+    """The count is of all samples of the step, and its noise is drawn and accounted once."""
+    model, optimizer, _ = adaptive(make_model(), noise_multiplier=1.0, target_unclipped_quantile=0.25, max_grad_norm=2)
+    rule = optimizer.engine.clip
+    noise: list[float] = []
+    rule.count_noise = lambda: noise.append(3.0) or 3.0
+    x, y = make_data()[: 16 * passes]
+    for each, labels in zip(x.split(16), y.split(16), strict=True):
+        F.cross_entropy(model(each), labels).backward()
+    optimizer.step()
+    norms = run_oracle(make_model(), (x, y), lambda m, b: F.cross_entropy(m(b[0]), b[1]), max_grad_norm=1.0).norms
+    share = (float((norms <= 2.0).double().sum()) + 3.0) / len(x)
+    assert rule.max_grad_norm == pytest.approx(2.0 * math.exp(-rule.rate * (share - rule.target)), rel=1e-6)
+    assert noise == [3.0]
+    assert optimizer.accountant.history == [(1.0, 0.25 * passes, 1)]
+
+
 def test_the_adaptive_bound_is_saved_with_the_optimizer() -> None:
     model, optimizer, _ = adaptive(make_model())
     F.cross_entropy(model(X), Y).backward()
