@@ -22,7 +22,7 @@ from dpscope.flash.checkpointing.checkpointed_blocks import BetweenBlocks, Check
 from dpscope.flash.checkpointing.closing import Closing
 from dpscope.flash.combinations import PADDED_ROWS
 from dpscope.flash.compiled.traced import GraphRecorder
-from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, make_rule
+from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, PartOfRule, check_rule, make_rule
 from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.explanation import PathTable, PerSampleModule, describe_per_sample, explain_slots
 from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
@@ -125,6 +125,7 @@ class FlashEngine:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
         self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
+        check_rule(self.clip, next((p.device for p in self._slots), torch.device("cpu")))
         arguments = {"clipping": self.clip.name, **vars(self.clip), "rows_per_sample": rows_per_sample}
         arguments |= {"loss_reduction": loss_reduction, "memory_budget": memory_budget}
         plain = [f"{n}={v}" for n, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)]

@@ -23,6 +23,7 @@ import inspect
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -34,10 +35,14 @@ from dpscope.errors import UserError
 Bounds = float | Sequence[float] | Mapping[str, float]
 
 
+_RANDOM = secrets.SystemRandom()
+
+
 class ClipRule:
     """Clipping rule `flat`: each sample's gradient, over all parameters, is clipped at C. Base class of all rules.
 
-    Subclasses change the factors, the groups, or how C changes between steps.
+    Subclasses change the factors, the groups, or how C changes between steps. Each engine has a copy of the rule that
+    it is given: `engine.clip`.
 
     Args:
         max_grad_norm: The bound C.
@@ -84,8 +89,9 @@ class ClipRule:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        ratio = _bound(value) / self.sensitivity()
-        self.bounds = [_bound(value)] if len(self.bounds) == 1 else [bound * ratio for bound in self.bounds]
+        before = self.sensitivity()
+        alone = self.bounds == [before]  # then no rounding
+        self.bounds = [_bound(value)] if alone else [bound * _bound(value) / before for bound in self.bounds]
 
     # -- rules that learn from a step ----------------------------------------------------------------------------------
 
@@ -181,21 +187,21 @@ class PerLayer(ClipRule):
     name = "per_layer"
 
     def __init__(self, max_grad_norm: float | Sequence[float] = 1.0) -> None:
-        self._given = max_grad_norm
-        given = [max_grad_norm] if isinstance(max_grad_norm, int | float) else max_grad_norm
+        self._is_shared = isinstance(max_grad_norm, int | float)
+        given: Any = [max_grad_norm] if self._is_shared else max_grad_norm
         self.bounds = [_bound(each) for each in given]
         self._groups: dict[str, int] = {}
 
     def bind(self, names: Sequence[str]) -> None:
         self._groups = {name: index for index, name in enumerate(names)}
-        if not isinstance(self._given, int | float):
-            if len(self.bounds) != len(names):
-                raise UserError(
-                    f"clipping='per_layer' was given {len(self.bounds)} bounds for {len(names)} trained parameters: "
-                    "give one for each, or one number for all of them together"
-                )
-        else:
-            self.bounds = [self.bounds[0] / math.sqrt(len(names) or 1)] * len(names)
+        if self._is_shared:
+            number = max(1, len(names))
+            self.bounds = [self.sensitivity() / math.sqrt(number)] * number
+        elif len(self.bounds) != len(names):
+            raise UserError(
+                f"clipping='per_layer' was given {len(self.bounds)} bounds for {len(names)} trained parameters: "
+                "give one for each, or one number for all of them together"
+            )
 
     def group_of(self, name: str) -> int:
         if name not in self._groups:
@@ -284,7 +290,6 @@ class Adaptive(ClipRule):
         self.rate = float(clipbound_learning_rate)
         self.max_clipbound, self.min_clipbound = float(max_clipbound), float(min_clipbound)
         self.unclipped_num_std = _bound(unclipped_num_std, "unclipped_num_std")
-        self._random = secrets.SystemRandom()
 
     def observe(self, norms: Tensor, finite: Tensor, bounds: Tensor | Sequence[float]) -> Tensor:
         # Centred: a sample moves the count by one half in either direction, which is the 2 in `noise_multiplier`.
@@ -301,7 +306,7 @@ class Adaptive(ClipRule):
         return float((given**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5)
 
     def count_noise(self) -> float:
-        return self._random.gauss(0.0, self.unclipped_num_std)
+        return _RANDOM.gauss(0.0, self.unclipped_num_std)
 
     def end_step(self, released: float, samples: float) -> None:
         share = released / max(samples, 1.0) + 0.5
@@ -330,17 +335,70 @@ CLIP_RULES: dict[str, type[ClipRule]] = {
 
 
 def make_rule(clipping: str | ClipRule, max_grad_norm: Any, **options: Any) -> ClipRule:
-    """Return the rule of that name with these bounds and options, or the rule that is given."""
+    """Return the rule of that name with these bounds and options, or a copy of the rule that is given."""
     if isinstance(clipping, ClipRule):
         if options:
             raise UserError(f"{', '.join(options)}: give such options to the rule itself")
-        return clipping
+        return deepcopy(clipping)
     if clipping not in CLIP_RULES:
         raise UserError(f"clipping must be one of {', '.join(CLIP_RULES)}, not {clipping!r}")
     try:
         return CLIP_RULES[clipping](max_grad_norm, **options)
     except TypeError as error:
         raise UserError(f"clipping={clipping!r}: {error}") from None
+
+
+TRIED = (0.0, 1e-320, 1e-45, 1e-20, 1e-10, 1e-6, 1e-3, 0.1, 0.5, 0.9, 1 - 1e-6, 1.0, 1 + 1e-6, 1.1, 2.0, 10.0, 1e3, 1e6)
+TRIED += (1e10, 1e20, 1e38, math.inf, math.nan)  # multiples of the bound
+
+
+def check_rule(rule: ClipRule, device: torch.device) -> None:
+    """Raise UserError if a rule of the user's can give a sample a larger share than its sensitivity.
+
+    It is tried on norms of all sizes, with its own bounds and others, because bounds may change while training. A
+    factor may depend on its own norm and bound alone: blocks and groups may be closed one after the other.
+    """
+    kind = type(rule)
+    if kind in CLIP_RULES.values():
+        return
+    name = f"the clipping rule {kind.__name__}"
+    if kind.observe is not ClipRule.observe and kind.noise_multiplier is ClipRule.noise_multiplier:
+        raise UserError(f"{name} releases a count (observe) that costs no privacy: define noise_multiplier, too")
+    sizes = torch.tensor(TRIED, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
+    random = torch.randint(len(TRIED), (len(rule.bounds), 64), generator=torch.Generator().manual_seed(0), device="cpu")
+    places = torch.cat([torch.arange(len(TRIED), device="cpu").expand(len(rule.bounds), -1), random], 1).to(
+        sizes.device
+    )
+    for scale in (1.0, 0.1, 10.0):
+        other = deepcopy(rule)
+        other.max_grad_norm *= scale
+        bounds = sizes.new_tensor(other.bounds)[:, None]
+        norms = sizes[places] * bounds
+        for given in [bounds] if len(bounds) > 1 else [bounds, other.bounds[0]]:  # in a CUDA graph, and elsewhere
+            factors = rule.factors(norms, given)
+            if factors.shape != norms.shape:
+                raise UserError(f"{name} gives factors of shape {tuple(factors.shape)} for norms {tuple(norms.shape)}")
+            finite = norms.isfinite()  # others have no share
+            shares = torch.where(finite, factors * norms, 0.0).norm(dim=0)
+            too_large = ~(shares <= other.sensitivity() * (1 + 1e-6)) & finite
+            alone = torch.cat([rule.factors(column, given) for column in norms.split(1, 1)], 1)
+            for wrong, why in (
+                (
+                    too_large,
+                    f"its share may be at most sensitivity(), which is {other.sensitivity():g} for these bounds",
+                ),
+                (_differ(factors, alone) & finite, "it changes with the other samples of the batch"),
+                (_differ(factors, factors.gather(1, places)) & finite, "it changes with the norms of other groups"),
+            ):
+                for group, sample in wrong.nonzero().tolist()[:1]:
+                    raise UserError(
+                        f"{name} gives a sample of norm {float(norms[group, sample]):g} the factor "
+                        f"{float(factors[group, sample]):g} for the bound {other.bounds[group]:g}: {why}"
+                    )
+
+
+def _differ(factors: Tensor, others: Tensor) -> Tensor:
+    return ~torch.isclose(factors, others, rtol=1e-6, atol=0.0)
 
 
 def options_of(clipping: str | ClipRule) -> set[str]:

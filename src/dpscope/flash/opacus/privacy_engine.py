@@ -109,7 +109,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
             optimizer: Its ordinary optimizer, or the private one of an earlier call.
             data_loader: Loader over the whole data set, with the expected batch size of a step.
             noise_multiplier: Standard deviation of the noise divided by the sensitivity.
-            max_grad_norm: The clipping bound C; a list or dictionary for rules with several bounds.
+            max_grad_norm: The clipping bound C; a list or dictionary for rules with several bounds. Leave it out if
+                `clipping` is a `ClipRule`.
             clipping: The clipping rule: its name, or a `ClipRule`, whose own bounds then hold. Options of a named rule
                 (`gamma`, `target_unclipped_quantile`, …) are keywords too.
             poisson_sampling: Draw batches by Poisson sampling, which ε assumes.
@@ -155,7 +156,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         require_module(module)
         try:
             with refusing_together(module):
-                rule = make_rule(clipping, kwargs["max_grad_norm"], **options)
+                rule = make_rule(clipping, kwargs.get("max_grad_norm"), **options)
                 kwargs["max_grad_norm"] = rule.max_grad_norm
                 check_arguments(module, **kwargs)
                 check_limit(memory_budget)

@@ -13,8 +13,17 @@ from opacus.accountants import RDPAccountant
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.gradients.clip_rules import CLIP_RULES, Adaptive, ClipRule, PerGroup, make_rule
+from dpscope.flash import FlashEngine, PrivacyEngine, run_oracle
+from dpscope.flash.gradients import clip_rules
+from dpscope.flash.gradients.clip_rules import (
+    CLIP_RULES,
+    Adaptive,
+    ClipRule,
+    PerGroup,
+    PerLayer,
+    check_rule,
+    make_rule,
+)
 from tests.unit.flash.agreement import one_loss, private_step
 from tests.unit.flash.checkpointed_models import CheckpointedDecoder
 from tests.unit.flash.flash_models import Decoder, EveryFamily, randomised, token_batch, token_losses
@@ -287,6 +296,120 @@ def test_a_rule_of_ones_own_is_a_class() -> None:
     with FlashEngine(model, clipping=Half(1.0)) as engine:
         private_step(engine, X, lambda m, x: m(x).sum(1))
     assert torch.allclose(engine.factors, (1 / (2 * engine.norms)).clamp(max=0.5))
+
+
+class Unbounded(ClipRule):
+    def factors(self, norms, bounds):
+        return bounds / norms  # infinite for a norm of 0
+
+
+class TooLarge(ClipRule):
+    def factors(self, norms, bounds):
+        return (bounds / norms).clamp(max=1) + 0.1
+
+
+class ForgetsItsBounds(ClipRule):
+    """Right until a scheduler changes the bound, or a CUDA graph is replayed with another."""
+
+    def factors(self, norms, bounds):
+        return (1 / norms).clamp(max=1)
+
+
+class OfTheBatch(ClipRule):
+    def factors(self, norms, bounds):
+        return super().factors(norms, bounds) * (norms == norms.nan_to_num(0, 0).max())
+
+
+class OfOtherGroups(PerGroup):
+    """Exact where all groups are closed together, and unbounded where they are not, as in checkpointed blocks."""
+
+    def factors(self, norms, bounds):
+        return (self.sensitivity() / norms.nan_to_num(0, 0).norm(dim=0)).clamp(max=1) * torch.ones_like(norms)
+
+
+class Understated(ClipRule):
+    def sensitivity(self):
+        return 0.5 * super().sensitivity()
+
+
+class FreeCount(ClipRule):
+    def observe(self, norms, finite, bounds):
+        return finite.sum()
+
+
+class WrongShape(ClipRule):
+    def factors(self, norms, bounds):
+        return super().factors(norms, bounds)[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        (Unbounded(), "Unbounded gives a sample of norm 0 the factor inf for the bound 1: its share may be at most"),
+        (TooLarge(), "TooLarge .* may be at most sensitivity"),
+        (ForgetsItsBounds(), "for the bound 0.1: its share may be at most"),
+        (OfTheBatch(), "with the other samples of the batch"),
+        (OfOtherGroups({"*bias": 3.0, "*": 4.0}), "with the norms of other groups"),
+        (Understated(), "Understated .* may be at most sensitivity"),
+        (FreeCount(), r"FreeCount releases a count \(observe\) that costs no privacy"),
+        (WrongShape(), "WrongShape gives factors of shape"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("given_to", ["the engine", "make_private"])
+def test_a_rule_that_does_not_hold_its_sensitivity_is_refused_when_it_is_given(rule, sentence, given_to) -> None:
+    model = make_model()
+    with pytest.raises(UserError, match=sentence):
+        if given_to == "the engine":
+            FlashEngine(model, clipping=rule)
+        else:
+            make_private(model, sgd(model), clipping=rule)
+
+
+@pytest.mark.parametrize("name", CLIP_RULES)
+def test_every_rule_of_the_table_passes_the_trial_of_rules_that_users_give(name: str, monkeypatch) -> None:
+    rule = make_rule(name, bounds_of(name))
+    rule.bind(["0.weight", "0.norm", "tokens"])
+    monkeypatch.setattr(clip_rules, "CLIP_RULES", {})
+    check_rule(rule, torch.device("cpu"))
+
+
+class Doubled(ClipRule):
+    def factors(self, norms, bounds):
+        return (2 * bounds / norms).clamp(max=1)
+
+    def sensitivity(self):
+        return 2 * super().sensitivity()
+
+
+def test_a_rule_with_a_sensitivity_of_its_own_keeps_its_bounds() -> None:
+    model = make_model()
+    _, optimizer, _ = make_private(model, sgd(model), clipping=Doubled(1.5), noise_multiplier=1.0)
+    assert optimizer.engine.clip.bounds == [1.5]
+    assert optimizer._privatisation().noise_std == optimizer.max_grad_norm == 3.0
+
+
+@pytest.mark.parametrize(
+    "rule", [PerLayer(1.0), PerGroup({"*bias": 0.6, "*": 0.8}), Adaptive(1.0)], ids=lambda r: r.name
+)
+def test_a_rule_that_is_given_twice_keeps_nothing_of_the_first_model(rule: ClipRule) -> None:
+    engines = [FlashEngine(model, clipping=rule) for model in (nn.Linear(FEATURES, 2), make_model(), make_model())]
+    engines[1].max_grad_norm = 0.1
+    engines[1].clip.end_step(1.0, 2.0)
+    for engine in engines[::2]:
+        assert engine.max_grad_norm == pytest.approx(1.0)
+        private_step(engine, X, lambda m, x: m(x).sum(1))
+    again = FlashEngine(make_model(), clipping=engines[0].clip)  # a rule that an engine has
+    assert again.max_grad_norm == pytest.approx(1.0)
+    assert engines[1].max_grad_norm != pytest.approx(1.0)
+
+
+def test_a_rule_needs_no_bound_beside_its_own() -> None:
+    model = make_model()
+    _, optimizer, _ = PrivacyEngine().make_private(
+        module=model, optimizer=sgd(model), data_loader=make_loader(), noise_multiplier=1.0, clipping=PerLayer(2.0)
+    )
+    assert optimizer.max_grad_norm == pytest.approx(2.0)
 
 
 def test_the_default_loader_still_trains() -> None:
