@@ -348,8 +348,9 @@ def make_rule(clipping: str | ClipRule, max_grad_norm: Any, **options: Any) -> C
         raise UserError(f"clipping={clipping!r}: {error}") from None
 
 
-TRIED = (0.0, 1e-320, 1e-45, 1e-20, 1e-10, 1e-6, 1e-3, 0.1, 0.5, 0.9, 1 - 1e-6, 1.0, 1 + 1e-6, 1.1, 2.0, 10.0, 1e3, 1e6)
-TRIED += (1e10, 1e20, 1e38, math.inf, math.nan)  # multiples of the bound
+# Norms that a rule is tried on, as multiples of its bound.
+TRIED = [0.0, 1e-320, 1e-45, 1e-20, 1e-10, 1e-6, 1e-3, 0.1, 0.5, 0.9, 1 - 1e-6, 1.0, 1 + 1e-6, 1.1, 2.0, 10.0]
+TRIED += [1e3, 1e6, 1e10, 1e20, 1e38, math.inf, math.nan]
 
 
 def check_rule(rule: ClipRule, device: torch.device) -> None:
@@ -374,14 +375,15 @@ def check_rule(rule: ClipRule, device: torch.device) -> None:
         other.max_grad_norm *= scale
         bounds = sizes.new_tensor(other.bounds)[:, None]
         norms = sizes[places] * bounds
-        for given in [bounds] if len(bounds) > 1 else [bounds, other.bounds[0]]:  # in a CUDA graph, and elsewhere
+        ways: list[Tensor | float] = [bounds] if len(bounds) > 1 else [bounds, other.bounds[0]]
+        for given in ways:  # in a CUDA graph, and elsewhere
             factors = rule.factors(norms, given)
             if factors.shape != norms.shape:
                 raise UserError(f"{name} gives factors of shape {tuple(factors.shape)} for norms {tuple(norms.shape)}")
             finite = norms.isfinite()  # others have no share
             shares = torch.where(finite, factors * norms, 0.0).norm(dim=0)
             too_large = ~(shares <= other.sensitivity() * (1 + 1e-6)) & finite
-            alone = torch.cat([rule.factors(column, given) for column in norms.split(1, 1)], 1)
+            alone = torch.cat([rule.factors(column, given) for column in torch.split(norms, 1, 1)], 1)
             for wrong, why in (
                 (
                     too_large,
