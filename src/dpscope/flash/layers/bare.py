@@ -15,13 +15,11 @@ by sample (opaque.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -42,7 +40,7 @@ from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind
+from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind, without_hooks
 from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.torch_side.instance_method import instance_method
 
@@ -277,7 +275,7 @@ class BareTap(TapOfSamples):
         name = getattr(func, "__name__", "")
         if name in ("repeat", "tile") and self._repeats_for_samples(leaves):
             return leaves[0][None].samples().flatten(0, 1)
-        with torch.enable_grad(), _without_saved_tensor_hooks():
+        with torch.enable_grad(), without_hooks():
             if name in ("repeat", "tile"):
                 func = _repeated
             elif name in _KEEP_ROWS:
@@ -363,7 +361,7 @@ class BareTap(TapOfSamples):
     def _learn(
         self, func: Any, leaves: list[Any], spec: Any, batch: int
     ) -> BareUse | Constant | Expanded | Unrelated | str:
-        with _without_saved_tensor_hooks():  # a checkpoint that runs again learns nothing, and saves nothing of it
+        with without_hooks():  # a checkpoint that runs again learns nothing, and saves nothing of it
             return learn(self, func, operands_of(leaves), spec, batch)
 
     def _signature(self, leaf: Any) -> Any:
@@ -457,8 +455,3 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from own_parameters(child)
-
-
-def _without_saved_tensor_hooks() -> AbstractContextManager[Any]:
-    """Suspend hooks on saved tensors: a checkpoint would rerun the module for each backward through its parameters."""
-    return nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)

@@ -33,7 +33,13 @@ from dpscope.flash.torch_side.arguments import (
     tensors_in,
     without_rows,
 )
-from dpscope.flash.torch_side.autograd_graph import Hooks, current_hooks, in_backward
+from dpscope.flash.torch_side.autograd_graph import (
+    Hooks,
+    current_hooks,
+    in_backward,
+    in_reentrant_checkpoint,
+    without_hooks,
+)
 from dpscope.flash.torch_side.captures import own_capture, refuse_capture
 from dpscope.flash.torch_side.module_state import uncached_parametrizations
 
@@ -198,6 +204,11 @@ class ForwardPasses:
         self.close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0
+        if outermost and in_reentrant_checkpoint():
+            raise UserError(
+                "the whole model runs in a reentrant checkpoint, whose forward pass has no gradients: it is not known "
+                "which passes belong to one backward, so pass use_reentrant=False to checkpoint(), or checkpoint blocks"
+            )
         instead = None if call.instead is None else self._settled(call.instead)
         call = call._replace(forward=self._settled(call.forward), instead=instead)
         if outermost and not again and not self._warned_of_others:
@@ -249,7 +260,8 @@ class ForwardPasses:
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         forward, args, kwargs, _, instead = call
         above = self._budget.above
-        begun = self._verification.begin(call) if outermost and not again else None
+        with without_hooks():
+            begun = self._verification.begin(call) if outermost and not again else None
         if begun is not None and begun.verified:
             self._budget.begin_again(above)
         self._depth += 1
@@ -263,10 +275,11 @@ class ForwardPasses:
             unknown = self._unknown
             if outermost:
                 self._unknown = []
-        if begun is not None:
-            self._verification.end(begun, unknown, output)
-        elif outermost:
-            self._verification.settle(unknown, call)
+        with without_hooks():
+            if begun is not None:
+                self._verification.end(begun, unknown, output)
+            elif outermost:
+                self._verification.settle(unknown, call)
         return output
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -25,6 +25,11 @@ from torch.autograd.graph import saved_tensors_hooks
 def in_backward() -> bool:
     """Return True during a backward pass. A forward in it is a checkpoint's rerun."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return True while backward runs the function of a reentrant checkpoint, whose forward had no gradients."""
+    return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"
 
 
 def nodes_behind(tensors: list[Tensor]) -> list[Any]:
@@ -109,6 +114,27 @@ def current_hooks() -> Hooks | None:
     if _top is not None:
         return _top(True)
     return _entered.hooks[-1] if _entered.hooks else None
+
+
+def without_hooks() -> AbstractContextManager[None]:
+    """Return a context in which hooks on saved tensors, of a checkpoint or of the user, see nothing."""
+    return nullcontext() if current_hooks() is None else _hooks_taken()
+
+
+@contextmanager
+def _hooks_taken() -> Iterator[None]:
+    taken: list[Hooks] = []
+    while (hooks := current_hooks()) is not None:
+        taken.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        del _entered.hooks[-1:]
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            if _top is None:
+                _entered.hooks.append(hooks)
 
 
 def note_entries(manager: type[saved_tensors_hooks], entered: Entered) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dpscope.flash import FlashEngine
@@ -71,3 +72,42 @@ class Routed(nn.Module):
 
     def forward(self, x):
         return self.last(self.router(x)[0])
+
+
+class TiedByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+
+    def forward(self, x):
+        return F.linear(self.table(x.abs().mul(3).long().clamp(max=8)).tanh().mean(1), self.table.weight)
+
+
+class Mixture(nn.Module):
+    """Experts that are given the tokens routed to them, of any sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 3)
+        weights, chosen = self.gate(tokens).softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            picked = (chosen == index).nonzero().squeeze(-1)
+            out = out.index_add(0, picked, expert(tokens[picked]) * weights[picked, None])
+        return out.reshape(x.shape)
+
+
+class RelativeBias(nn.Module):
+    """Positions, not samples, go into the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(12, 2), nn.Linear(6, 2)
+
+    def forward(self, x):
+        places = torch.arange(6)
+        bias = self.table((places[:, None] - places).abs()).permute(2, 0, 1).sum(0)
+        return self.last(x @ bias)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.torch_side import autograd_graph
-from dpscope.flash.torch_side.autograd_graph import Entered, current_hooks, note_entries
+from dpscope.flash.torch_side.autograd_graph import Entered, current_hooks, note_entries, without_hooks
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "of a torch that does not tell"])
@@ -41,6 +41,47 @@ def test_the_innermost_hooks_are_told_until_they_are_left():
             raise KeyError
         assert current_hooks() == (identity, identity)
     assert current_hooks() is None
+
+
+@pytest.mark.usefixtures("_torch")
+def test_hooks_are_taken_away_and_come_back_in_order():
+    def other(x):
+        return x
+
+    with saved_tensors_hooks(identity, identity), saved_tensors_hooks(other, identity):
+        with pytest.raises(KeyError), without_hooks():
+            assert current_hooks() is None
+            with torch.autograd.graph.disable_saved_tensors_hooks("none are there"):
+                raise KeyError
+        assert current_hooks() == (other, identity)
+    assert current_hooks() is None
+
+
+class TakesGradients(nn.Module):
+    """Gradients are enabled in its forward, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    @torch.enable_grad()
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.usefixtures("_torch")
+def test_hooks_of_the_user_see_nothing_of_verification():
+    model, x, packed = TakesGradients(), torch.randn(4, 6), []
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        seen = []
+        for _ in range(3):
+            with saved_tensors_hooks(lambda x: packed.append(1) or x, identity):
+                model(x).square().sum().backward()
+            engine.finish()
+            seen.append(len(packed))
+            packed.clear()
+    assert engine.verification.schedule.looks == [2]
+    assert len(set(seen)) == 1, seen
 
 
 class Owner(nn.Module):
