@@ -222,7 +222,7 @@ class FlashEngine:
         return slot
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
-        if not self.groups.is_plain and not self.forwards.in_trial:
+        if not (self.groups.is_plain or self.forwards.in_trial or self.forwards.is_made_up):
             if self.state.rows is not None:
                 raise PADDED_ROWS.error(option="group_rows")
             contribution = self.groups.put_together(contribution, self.path_rules)
@@ -251,6 +251,9 @@ class FlashEngine:
     def group_rows(self, ids: Tensor) -> None:
         """Clip rows with equal `ids` (one whole number a row) as one sample, such as a user's, in the next backward.
 
+        All rows of a sample have to be in one micro-batch of a step, and on one rank: UserError otherwise. Every rank
+        calls this, also for an empty batch.
+
         Example:
             >>> engine = FlashEngine(model)
             >>> x, y = next(iter(loader))
@@ -265,7 +268,9 @@ class FlashEngine:
             raise UserError("group_rows puts rows together on the host: call it in the ordinary loop")
         if self.state.recorded:
             raise UserError("group_rows comes before backward(): what was recorded was not grouped")
-        self.groups = RowGroups.of_ids(ids)
+        groups = RowGroups.of_ids(ids)
+        groups.ids = self.ranks.ids_of_all(groups.ids or frozenset())
+        self.groups = groups
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -303,6 +308,8 @@ class FlashEngine:
     def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[SumBatch]:
         """Close the micro-batch: its norms and factors now, its sums as they are iterated over."""
         refuse_hooks(self._slots.values(), guards=1)
+        if self.groups.ids or (self.state.recorded and self.state.batch_size and not self.forwards.is_made_up):
+            self.state.refuse_split(self.groups.ids, self.running_sums.remain)
         passes = [] if self.blocks is None else self.blocks.close()
         rows = self.state.rows
         recorded = self.state.close()
@@ -321,14 +328,15 @@ class FlashEngine:
                 self._take(micro.result(), None if rows is None or self.static is not None else rows.real)
             else:  # an empty batch, or no backward at all
                 if recorded is not None:
-                    self.state.count()
+                    self.state.count(ids=self.groups.ids)  # of other ranks
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             with self._whole_sums():
                 sums = closing.sums(self._slots, micro, into, factored=factored)
         if micro is not None:
             self.path_rules.close()
+            self.state.count(micro.size if rows is None else rows.real, clip, rows, self.groups.ids)
+        if recorded is not None:
             self.groups = self._usual_groups
-            self.state.count(micro.size if rows is None else rows.real, clip, rows)
         return sums
 
     @contextmanager
@@ -362,6 +370,7 @@ class FlashEngine:
     def count_replay(self, size: int, rows: Rows | None) -> None:
         """Count a micro-batch that a graph is about to run, as a closing does."""
         refuse_hooks(self._slots.values(), guards=1)
+        self.state.refuse_split(None, self.running_sums.remain)
         self.state.replay(size, rows)
         if rows is not None:
             self.padding.add(rows)

@@ -202,25 +202,29 @@ def combine_uses(slot: Slot, contributions: list[Contribution], rules: PathRules
 
 
 class RowGroups:
-    """Groups of K consecutive rows a sample, or those that `places` gives: (samples, K) row numbers, or -1."""
+    """Groups of K consecutive rows a sample, or those that `places` gives: (samples, K) row numbers, or -1.
 
-    def __init__(self, each: int, places: Tensor | None = None) -> None:
+    ids  of the samples, on all ranks, if they have any
+    """
+
+    def __init__(self, each: int, places: Tensor | None = None, ids: frozenset[int] | None = None) -> None:
         if not isinstance(each, int) or each < 1:
             raise UserError(f"rows_per_sample must be a whole number of at least 1, not {each!r}")
-        self.each, self._places = each, places
+        self.each, self._places, self.ids = each, places, ids
         self.is_plain = each == 1 and places is None  # each row is a sample
 
     @classmethod
     def of_ids(cls, ids: Tensor) -> RowGroups:
         """Return the groups of rows with equal ids, (rows,)."""
-        if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+        if ids.dim() != 1 or (ids.is_floating_point() and len(ids)):  # an empty list gives floats
             raise UserError(f"rows are grouped by one whole number for each row, not by a tensor of {tuple(ids.shape)}")
-        _, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        samples, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
         order = group.argsort(stable=True)
         first = counts.cumsum(0) - counts  # of each group, among the sorted rows
-        places = ids.new_full((len(counts), int(counts.max())), -1, dtype=torch.long)
+        most = max(counts.tolist(), default=1)
+        places = ids.new_full((len(counts), most), -1, dtype=torch.long)
         places[group[order], torch.arange(len(ids), device=ids.device) - first[group[order]]] = order
-        return cls(places.shape[1], places)
+        return cls(most, places, frozenset(samples.tolist()))
 
     def put_together(self, contribution: Contribution, rules: PathRules) -> Contribution:
         """Return the record of a backward pass, sample by sample."""

@@ -32,6 +32,7 @@ from dpscope.flash.torch_side.instance_method import InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
 _SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
+WHOLE_SAMPLES = "give all rows of a sample to one physical batch of a step, or its share is counted twice"
 BlockNames = dict[tuple[int, int], set[str]]  # number of a block that runs again -> names of its parameters
 
 
@@ -192,6 +193,15 @@ class Ranks:
     def add_up(self, value: float, noise: float) -> float:
         """Return the sum of every rank's value, with the noise of one of them."""
         return self.control.add_up(value + (noise if self.control.rank == 0 else 0.0))
+
+    def ids_of_all(self, own: frozenset[int]) -> frozenset[int]:
+        """Return the ids of samples on all ranks. Raise UserError on all of them if two have rows of one sample."""
+        owners: dict[int, int] = {}
+        for rank, theirs in enumerate(self.control.gather(sorted(own), what="group rows")):
+            for each in theirs:
+                if (first := owners.setdefault(each, rank)) != rank:
+                    raise told(UserError(f"ranks {first} and {rank} both have rows of sample {each}: {WHOLE_SAMPLES}"))
+        return frozenset(owners)
 
     def _facts(self, doing: str) -> dict[str, Any]:
         trained = tuple(name for parameter, name in self._names.items() if parameter.requires_grad)

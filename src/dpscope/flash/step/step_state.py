@@ -21,6 +21,8 @@ and the sums of the micro-batches that are closed are in one of three:
 |                   |                                   |                          | its draw goes on                  |
 | close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and none is     |
 |                   |                                   |                          | counted                           |
+| refuse_split(ids) | the same, before it               |                          | refused if they hold a sample of  |
+|                   |                                   |                          | which there are more rows         |
 | count(size, clip) | the same, when norms are taken    |                          | one micro-batch more is counted   |
 | observe(counted)  | the same, before it               |                          | the clipping rule's count adds up |
 | drop()            | detach()                          | any -> CLOSED            |                                   |
@@ -55,6 +57,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Contribution, wide
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.padding.rows import Rows
+from dpscope.flash.ranks.ranks import WHOLE_SAMPLES
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.shards import as_part_of, local
 
@@ -107,6 +110,8 @@ class StepState:
         self._counted = 0  # micro-batches in the sums
         self._largest_clip = 0.0
         self._observed: Tensor | None = None
+        self._ids: set[int] = set()  # of samples in the sums whose rows were grouped
+        self._has_others = False  # the sums hold samples whose rows were not
         self._forbids_accumulation = False
         self._forget: list[Callable[[], None]] = []
 
@@ -243,9 +248,25 @@ class StepState:
         self.drop()
         return recorded if was_recorded else None
 
-    def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
+    def refuse_split(self, ids: frozenset[int] | None, sums_remain: Callable[[], bool]) -> None:
+        """Refuse a micro-batch with rows of a sample that is in the sums already. `ids`: of rows that were grouped."""
+        split = self._ids.intersection(ids or ())
+        if not split and not (self._has_others if ids else self._ids):
+            return
+        if not sums_remain():  # the loop has cleared p.grad itself
+            self._ids, self._has_others = set(), False
+        elif split:
+            raise UserError(f"sample {min(split)} has rows in two batches of one step: {WHOLE_SAMPLES}")
+        else:
+            raise UserError("group_rows was called for some batches of a step and not for others: call it for each")
+
+    def count(
+        self, size: int = 0, clip: float = 0.0, rows: Rows | None = None, ids: frozenset[int] | None = None
+    ) -> None:
         """Count the closed micro-batch, which is now in the sums: `size` samples, clipped at `clip`."""
         self._counted += 1
+        self._ids.update(ids or ())
+        self._has_others |= size > 0 and ids is None
         self._last_rows = rows
         self._samples += size
         self._largest_clip = max(self._largest_clip, clip)
@@ -318,6 +339,7 @@ class StepState:
         self._last_rows = None
         self._observed = None
         self._largest_clip = 0.0
+        self._ids, self._has_others = set(), False
 
 
 class RunningSums:
@@ -336,6 +358,10 @@ class RunningSums:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+    def remain(self) -> bool:
+        """Return whether sums are held, or were handed out and are still in p.grad."""
+        return bool(self._held) or any(map(self._wrote, self._names))
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum so far; of a sharded parameter, this rank's part."""
@@ -412,4 +438,4 @@ class RunningSums:
 
     def _wrote(self, parameter: nn.Parameter) -> bool:
         reference = self._written.get(parameter)
-        return reference is not None and reference() is parameter.grad
+        return reference is not None and (gradient := reference()) is not None and gradient is parameter.grad

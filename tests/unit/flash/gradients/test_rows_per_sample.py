@@ -115,6 +115,11 @@ def test_ids_that_do_not_fit_are_refused() -> None:
         found = model(torch.randn(4, 2, 5, 5)).sum()
         with pytest.raises(UserError, match="whole number for each row"):
             engine.group_rows(torch.zeros(4))
+        engine.group_rows(torch.tensor([]))
+        with pytest.raises(UserError, match="0 rows were grouped"):
+            model(torch.randn(4, 2, 5, 5)).sum().backward()
+        engine.zero_grad()
+        found = model(torch.randn(4, 2, 5, 5)).sum()
         engine.group_rows(torch.tensor([0, 0, 1]))
         with pytest.raises(UserError, match="3 rows were grouped"):
             found.backward()
@@ -215,3 +220,141 @@ def test_a_sample_is_counted_once_by_the_accountant() -> None:
             optimizer.step()
     assert optimizer.expected_batch_size == 8
     assert {rate for _, rate, _ in engine.accountant.history} == {0.25}
+
+
+# -- samples that are in one micro-batch of a step, or in none ---------------------------------------------------------
+
+
+def private_views(rows: int = 32, **options):
+    model = options.pop("model", None) or Views()
+    loader = DataLoader(TensorDataset(torch.randn(rows, 4)), batch_size=8)
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=loader,
+        **{"noise_multiplier": 0.0, "max_grad_norm": 0.2, "poisson_sampling": False, **options},
+    )
+
+
+def physical_batch(model, optimizer, x, ids, *, goes_on: bool) -> None:
+    optimizer.signal_skip_step(goes_on)
+    loss = model(x).square().sum(1).mean() if len(x) else model(x).sum()
+    if ids is not None:
+        optimizer.engine.group_rows(torch.tensor(ids, dtype=torch.long))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["a logical batch", "accumulation", "an engine alone"])
+def test_a_user_with_rows_in_two_batches_of_a_step_is_refused(way: str) -> None:
+    x = torch.randn(4, 4)
+    if way == "an engine alone":
+        model = Views()
+        engine = FlashEngine(model, max_grad_norm=1.0)
+        close = engine.finish
+    else:
+        model, optimizer, _ = private_views()
+        engine, close = optimizer.engine, optimizer.step
+    for number, ids in enumerate(([7, 5], [3, 5])):
+        if way == "a logical batch":
+            optimizer.signal_skip_step(number == 0)
+        loss = model(x[2 * number :][:2]).sum()
+        engine.group_rows(torch.tensor(ids))
+        loss.backward()
+        if number:
+            with pytest.raises(UserError, match="sample 5 has rows in two batches of one step"):
+                close()
+        elif way != "accumulation":
+            close()
+
+
+def test_users_of_other_batches_and_of_the_next_step_are_samples_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, optimizer, _ = private_views(loss_reduction="sum")
+    x, ids = torch.randn(8, 4), [1, 1, 2, 3, 4, 4, 4, 5]
+    for _ in range(2):  # the users of a step may come again in the next
+        truth = run_oracle(
+            model, x, one_loss(lambda m, b: m(b).square().sum(1)), max_grad_norm=0.2, ids=torch.tensor(ids)
+        ).clipped_sums
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for part in (slice(0, 3), slice(3, 3), slice(3, 8)):
+            optimizer.signal_skip_step(part.stop < 8)
+            loss = model(x[part]).square().sum()
+            optimizer.engine.group_rows(torch.tensor(ids[part], dtype=torch.long))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(before[name] - parameter, truth[name])
+
+
+@pytest.mark.parametrize("clear", ["the model", "an optimizer", "by hand", "the engine"])
+def test_a_loop_with_an_engine_alone_may_see_a_user_in_each_step(clear: str) -> None:
+    model = Views()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(3):
+            loss = model(torch.randn(2, 4)).sum()
+            engine.group_rows(torch.tensor([7, 7]))
+            loss.backward()
+            engine.finish()
+            optimizer.step()
+            if clear == "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                {"the model": model, "an optimizer": optimizer, "the engine": engine}[clear].zero_grad()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_that_are_grouped_in_some_batches_of_a_step_alone_are_refused(first: bool) -> None:
+    model, optimizer, _ = private_views()
+    physical_batch(model, optimizer, torch.randn(2, 4), [7, 7] if first else None, goes_on=True)
+    with pytest.raises(UserError, match="for some batches of a step and not for others"):
+        physical_batch(model, optimizer, torch.randn(2, 4), None if first else [7, 7], goes_on=False)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_physical_batch_that_cuts_a_sample_is_refused(poisson: bool) -> None:
+    """The rows of a loader whose items are views, not samples: BatchMemoryManager cuts them anywhere."""
+    torch.manual_seed(1)
+    model, optimizer, loader = private_views(rows_per_sample=EACH, poisson_sampling=poisson)
+    with (
+        pytest.raises(UserError, match="is no multiple of rows_per_sample=3"),
+        BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as batches,
+    ):
+        for (x,) in batches:
+            optimizer.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+
+
+class TakesNone(Views):
+    """A model that cannot take a batch of none: a sample is made up for it."""
+
+    def forward(self, x):
+        return self.inner(x.view(len(x), -1, 2).flatten(1))
+
+
+@pytest.mark.parametrize("kind", [Views, TakesNone])
+@pytest.mark.parametrize("budget", [None, "lean"])
+@pytest.mark.parametrize("rows", ["views", "users"])
+def test_an_empty_batch_is_a_step_without_samples(kind: type[Views], budget, rows: str) -> None:
+    options = {"rows_per_sample": EACH} if rows == "views" else {}
+    model, optimizer, _ = private_views(model=kind(), memory_budget=budget, poisson_sampling=True, **options)
+    steps = []
+    optimizer.attach_step_hook(lambda each: steps.append(each.engine.norms.numel()))
+    for samples in (2, 0, 1, 0, 0, 2):
+        before = model.inner.weight.detach().clone()
+        ids = [b // EACH for b in range(samples * EACH)]
+        physical_batch(model, optimizer, torch.randn(len(ids), 4), ids if rows == "users" else None, goes_on=False)
+        assert torch.equal(before, model.inner.weight) == (samples == 0)
+    assert steps == [2, 0, 1, 0, 0, 2]
+
+
+def test_rows_of_an_empty_batch_are_not_those_of_the_next() -> None:
+    model, optimizer, _ = private_views()
+    physical_batch(model, optimizer, torch.randn(0, 4), [], goes_on=False)
+    physical_batch(model, optimizer, torch.randn(2, 4), None, goes_on=False)
+    assert optimizer.engine.norms.numel() == 2

@@ -520,6 +520,23 @@ def _skip_a_physical_batch(way: str) -> None:
         optimizer.engine.detach()
 
 
+def _group_rows(way: str, ids: list[list[list[int]]]) -> None:
+    """Train on physical batches of which each rank groups the rows of its share. `ids`: by batch and rank."""
+    model, optimizer, _ = _private(way)
+    rows, labels = w.make_data().tensors
+    try:
+        for number, of_batch in enumerate(ids):
+            own = torch.tensor(of_batch[dist.get_rank()], dtype=torch.long)
+            optimizer.signal_skip_step(number < len(ids) - 1)
+            loss = F.cross_entropy(model(rows[: len(own)]), labels[: len(own)], reduction="sum")
+            optimizer.engine.group_rows(own)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        optimizer.engine.detach()
+
+
 def _initialise_differently() -> None:
     model = w.make_model()
     with torch.no_grad():
@@ -546,6 +563,10 @@ def disagreements() -> dict[tuple[str, str], str]:
         )
         found[way, "an epoch left early"] = _message(lambda way=way: _epochs(way, _leave_early))
         found[way, "its own error caught"] = _message(lambda way=way: _epochs(way, _catch_and_go_on))
+        found[way, "a user on two ranks"] = _message(lambda way=way: _group_rows(way, [[[7, 7], [8, 7]]]))
+        found[way, "a user in two batches"] = _message(
+            lambda way=way: _group_rows(way, [[[1], [2, 2]], [[3], []], [[], [1]]])
+        )
         found[way, "a physical batch skipped"] = _message(lambda way=way: _skip_a_physical_batch(way))
     found["ddp", "other weights loaded"] = _message(_load_other_weights)
     if CAN_SHARD:

@@ -56,6 +56,8 @@ def test_ranks_that_do_not_do_the_same_in_training_are_told_so_and_none_waits(wo
         "a look at the loader": "and rank 1 to draw the batches of epoch 2",
         "an epoch left early": "and rank 1 to draw the batches of epoch 2",
         "its own error caught": "",
+        "a user on two ranks": "ranks 0 and 1 both have rows of sample 7",
+        "a user in two batches": "sample 1 has rows in two batches of one step",
         "a physical batch skipped": "batches that BatchMemoryManager drew and the loop did not train on: 0 and 1",
         "initialised differently": "ranks 0 and 1 hold different values of blocks.0.up.weight",
     }
