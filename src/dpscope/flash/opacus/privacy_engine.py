@@ -179,13 +179,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
         engine.forwards.expects_padding = pad_batches is not False
         engine.attachment.hooks.append(_accept_opacus_names(module))
         self.accountant.dpscope_poisson = poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
-        optimizer.accountant = self.accountant
         self.accountant.history = continued(self.accountant.history, optimizer.spent_before)
         optimizer.physical_batches = PhysicalBatches(
             self._sampler, ahead=loader.num_workers * (loader.prefetch_factor or 0)
         )
-        self.spending = Spending(optimizer.step_hook, self._sampler if poisson else None)
-        optimizer.attach_step_hook(self.spending)
+        self.spending = Spending(optimizer.step_hook, self.accountant, self._sampler if poisson else None)
+        optimizer.spending = self.spending
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else engine, optimizer, loader
 
@@ -247,7 +246,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     def get_epsilon(self, delta: float) -> float:
         """Return ε of all steps so far at δ = `delta`. Warn if it does not hold for them, or is above the target."""
-        for doubt in [] if self.spending is None else self.spending.doubts():
+        for doubt in [] if self.spending is None else self.spending.doubts(self.accountant.history):
             warnings.warn(doubt, stacklevel=2)
         if any(noise == 0 for noise, _, _ in self.accountant.history):
             return math.inf  # Opacus's PRV accountant ends in an OverflowError

@@ -47,31 +47,49 @@ def _counting(kind: Any) -> Any:
 
 @dataclass(eq=False)
 class Spending:
-    """The hook that a private optimizer calls before each update: it tells the accountant, and counts.
+    """The privacy that a private optimizer spends: it tells the accountant before each update, and counts.
 
-    account   the accountant's own hook
-    sampler   the private loader's batch sampler, if it counts draws
+    account     the accountant's own hook
+    accountant  the accountant
+    sampler     the private loader's batch sampler, if it counts draws
     """
 
     account: Callable[[Any], None]
+    accountant: Any
     sampler: Any | None
     steps: int = 0
     planned: int | None = None  # steps that the target ε was made for
     target: float = 0.0
 
-    def __call__(self, optimizer: Any) -> None:
-        self.account(optimizer)
+    def count(self, optimizer: Any) -> None:
+        """Count a step. The accountant is told by the hook of `attach_step_hook`, and by this if that was replaced."""
+        before = self._last()
+        if optimizer.step_hook is not None:
+            optimizer.step_hook(optimizer)
+        if self._last() == before:
+            self.account(optimizer)
         self.steps += 1
         if self.planned is not None and self.steps == self.planned + 1:
             warnings.warn(self._beyond_target(), stacklevel=2)
+
+    def _last(self) -> tuple[int, list[Any]]:
+        """Return what each step changes in the accountant's history."""
+        history = self.accountant.history
+        return len(history), list(history[-1:])
 
     def plan(self, steps: int, target_epsilon: float) -> None:
         """Remember the number of steps and the ε for which the noise was chosen."""
         self.planned, self.target = steps, target_epsilon
 
-    def doubts(self) -> list[str]:
-        """Return a sentence for each reason why ε does not hold or is above the target."""
+    def doubts(self, history: Sequence[Sequence[float]]) -> list[str]:
+        """Return a sentence for each reason why ε, which is of `history`, does not hold or is above the target."""
         found = []
+        counted = sum(steps for _, _, steps in as_steps(history))
+        if counted < self.steps:
+            found.append(
+                f"the accountant knows of {counted} steps, and {self.steps} private steps were taken: ε is larger. Its "
+                "history was cleared, or privacy_engine.accountant was replaced after make_private"
+            )
         elsewhere = 0 if self.sampler is None else self.steps - self.sampler.draws_given
         if elsewhere > 0:
             found.append(

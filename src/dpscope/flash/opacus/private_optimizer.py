@@ -20,7 +20,7 @@ from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.physical_batches import PhysicalBatches
-from dpscope.flash.opacus.privacy_spent import HISTORY, History, continued
+from dpscope.flash.opacus.privacy_spent import HISTORY, History, Spending, continued
 from dpscope.flash.step.microbatch import SumBatch
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import outside_graphs
@@ -106,7 +106,7 @@ class DPFlashOptimizer(DPOptimizer):
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer, adam_bc) if FusedUpdate.supports(optimizer) else None
         self._fused, self._adam_bc = fused, adam_bc
-        self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
+        self.spending: Spending | None = None  # make_private sets it
         self.physical_batches = PhysicalBatches()
         self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
@@ -137,6 +137,11 @@ class DPFlashOptimizer(DPOptimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         self.engine.max_grad_norm = value
+
+    @property
+    def accountant(self) -> Any:
+        """The accountant of make_private, whose history is saved with this optimizer; None without one."""
+        return None if self.spending is None else self.spending.accountant
 
     @property
     def padding_share(self) -> float:
@@ -357,11 +362,17 @@ class DPFlashOptimizer(DPOptimizer):
         observed = self.engine.state.observed
         counted = 0.0 if observed is None else float(observed)
         expected = (self.expected_batch_size or 1) * self.accumulated_iterations
-        self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
+        self.engine.state.apply(self._tell_accountant)
         clip = self.engine.clip
         if clip.learns:  # from the noisy count, for the next step
             released = self.engine.ranks.add_up(counted, clip.count_noise() if self.noise_multiplier > 0 else 0.0)
             clip.end_step(released, expected)
+
+    def _tell_accountant(self) -> None:
+        if self.spending is not None:
+            self.spending.count(self)
+        elif self.step_hook is not None:
+            self.step_hook(self)
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1

@@ -190,6 +190,55 @@ def test_an_empty_draw_is_a_step_of_noise_for_a_model_that_cannot_take_it():
     assert optimizer.engine.norms.numel() == 0
 
 
+HOOKS = {
+    "another hook": lambda engine, optimizer: optimizer.attach_step_hook(lambda each: None),
+    "no hook": lambda engine, optimizer: optimizer.attach_step_hook(None),
+    "another accountant's hook": lambda engine, optimizer: optimizer.attach_step_hook(
+        create_accountant("rdp").get_optimizer_hook_fn(sample_rate=0.25)
+    ),
+    "a hook around the first": lambda engine, optimizer: optimizer.attach_step_hook(
+        lambda each, first=optimizer.step_hook: first(each)
+    ),
+    "the accountant's hook once more": lambda engine, optimizer: optimizer.attach_step_hook(
+        engine.accountant.get_optimizer_hook_fn(sample_rate=0.25)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", HOOKS.values(), ids=HOOKS.keys())
+@pytest.mark.parametrize("mechanism", ["rdp", "gdp"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_step_is_counted_once_whatever_becomes_of_the_hook(mechanism, change, fused):
+    engine, model = PrivacyEngine(accountant=mechanism), make_model()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=sgd(model),
+        data_loader=make_loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        fused=fused,
+    )
+    train(model, optimizer, loader)
+    change(engine, optimizer)
+    train(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 0.25, 8)]
+    assert engine.spending.steps == 8
+
+
+@pytest.mark.parametrize("lost", ["replaced", "cleared"])
+def test_steps_that_the_accountant_does_not_know_are_told_each_time_epsilon_is_asked_for(lost):
+    engine, model, optimizer, loader = private()
+    train(model, optimizer, loader)
+    if lost == "replaced":
+        engine.accountant = create_accountant("rdp")
+    else:
+        engine.accountant.history.clear()
+    train(model, optimizer, loader)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="knows of . steps, and 8 private steps were taken: ε is larger"):
+            engine.get_epsilon(1e-5)
+
+
 # -- steps that a target ε allows --------------------------------------------------------------------------------------
 
 TARGET = {"noise_multiplier": 2.0, "sample_rate": 0.1, "epsilon": 3.0, "delta": 1e-5}
