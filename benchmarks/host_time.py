@@ -9,7 +9,8 @@ out. So the results are wrong numbers and right times; on a CUDA device everythi
 checkpointed, and flash clipping has the memory budget "lean".
 
 Times are of the thread that trains, and do not count while others have its core: medians, and the shortest. Calls are
-those of Python and of C that Python's profiler sees in a step: their number does not depend on the machine.
+those of Python and of C that Python's profiler sees in a step, operators those of torch that its profiler sees (one
+that calls another counts twice): their numbers do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Training:
 
     def _build(self) -> None:
         if self.model_name in CONVOLUTIONS:
-            self.model = resnet(CONVOLUTIONS[self.model_name], 8, (3, 4, 6, 3), True, True)
+            self.model = resnet(CONVOLUTIONS[self.model_name], 12, (3, 4, 6, 3), True, True)
             self.loss = lambda model, rows: F.cross_entropy(model(rows[0]), rows[1], reduction="none")
             self.rows = torch.randn(self.batch, 3, 32, 32), torch.randint(10, (self.batch,))
             return
@@ -163,6 +164,12 @@ def profiled(training: Training, steps: int) -> pstats.Stats:
         training.step()
     profile.disable()
     return pstats.Stats(profile)
+
+
+def operators(training: Training) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        training.step()
+    return sum(event.name.startswith("aten::") for event in profile.events())
 
 
 def main() -> None:
@@ -204,6 +211,8 @@ def main() -> None:
     calls = {name: profile.total_calls // PROFILED for name, profile in profiles.items()}
     print(f"calls a step: {calls['standard']} in ordinary training, {calls['flash']} in flash clipping")
     launches = {name: count / PROFILED for name, count in sorted(NotLaunched.launches.items())}
+    of_torch = {name: operators(training) for name, training in trainings.items()}
+    print(f"operators a step: {of_torch['standard']} in ordinary training, {of_torch['flash']} in flash clipping")
     if launches:
         print(f"launches a step: {', '.join(f'{name} {count:g}' for name, count in launches.items())}")
     if options.profile:

@@ -15,7 +15,7 @@ by sample (opaque.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild, slot_of, step_back
+from dpscope.flash.layers.bare_gradients import STEPS_BACK, flatten, key_of, rebuild, slot_of, step_back
 from dpscope.flash.layers.bare_use import (
     BareUse,
     Constant,
@@ -41,7 +41,7 @@ from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind, without_hooks
-from dpscope.flash.torch_side.frames import outside_graphs
+from dpscope.flash.torch_side.frames import in_graph, outside_graphs
 from dpscope.flash.torch_side.instance_method import instance_method
 
 
@@ -52,16 +52,20 @@ class Bare(Proxy):
     """
 
     tap: BareTap
-    origin: str  # the parameter that it is, or is a view of
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        with torch.enable_grad():
-            proxy = (plain if dry_run.current() is None else dry_run.placeholder(plain)).as_subclass(Bare)
-        base = plain._base
-        slot = slot_of(tap, plain if base is None else base)
-        proxy.plain, proxy.tap, proxy.origin = plain, tap, "" if slot is None else slot.name
+        """Return a proxy. Call this with gradients enabled."""
+        proxy = (plain if dry_run.current() is None else dry_run.placeholder(plain)).as_subclass(Bare)
+        proxy.plain, proxy.tap = plain, tap
         return proxy
+
+    @property
+    def origin(self) -> str:
+        """The name of the parameter that it is, or is a view of."""
+        base = self.plain._base
+        slot = slot_of(self.tap, self.plain if base is None else base)
+        return "" if slot is None else slot.name
 
     def samples(self, consumer: nn.Module | None = None) -> Tensor:
         tap, plain, row = self.tap, self.plain, self
@@ -84,44 +88,56 @@ class Bare(Proxy):
         return self.tap.batch()
 
     def derive(self, tensor: Tensor) -> Tensor:
-        return self.tap.proxy_of(tensor)
+        with torch.enable_grad():
+            return self.tap.proxy_of(tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return follow(func, args, kwargs or {})
+        return (_follow_outside_graphs if in_graph() else follow)(func, args, kwargs or {})
 
 
 _Places = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
 
-@outside_graphs("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with proxies among its operands and return its result."""
-    name = getattr(func, "__name__", "")
+    name, is_foreign, writes = _known(func)
     if name == "__get__":  # p.shape, p.dtype, p.device: asked often
         value = func(args[0].plain)
         if not isinstance(value, Tensor):
             return value
     leaves, form = flatten(args, kwargs)
-    bares = [leaf for leaf in leaves if type(leaf) is Bare]
-    tap = bares[0].tap
+    tap: Any = None
+    others = False
+    for leaf in leaves:  # a plain loop: this runs for every operator
+        if type(leaf) is Bare:
+            tap = tap or leaf.tap
+        elif isinstance(leaf, Tensor):
+            others = True
     if not torch.is_grad_enabled():
         return _call(func, leaves, form)
-    if _is_foreign(func):  # torch looks a function up by its name: a patched one would be applied twice
+    if is_foreign:  # torch looks a function up by its name: a patched one would be applied twice
         raise tap.cannot_follow("a function of torch is replaced while the model runs: restore it before the step")
-    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
-    if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
+    if writes:
         return _write(tap, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
 
-def _is_foreign(func: Any) -> bool:
-    """Return whether a function that torch calls is neither torch's own nor one of this package."""
+_follow_outside_graphs = outside_graphs(
+    "flash clipping: a parameter is followed to the operators that use it, outside of graphs"
+)(follow)
+
+
+@lru_cache(1024)
+def _known(func: Any) -> tuple[str, bool, bool]:
+    """Return a function's name, whether it is neither torch's own nor one of this package, and whether it writes."""
+    name = getattr(func, "__name__", "")
     module = getattr(func, "__module__", None)
-    return module is not None and module.partition(".")[0] not in ("torch", "dpscope")
+    is_foreign = module is not None and module.partition(".")[0] not in ("torch", "dpscope")
+    return name, is_foreign, name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING)
 
 
 def _is_plain(result: object) -> bool:
@@ -275,14 +291,15 @@ class BareTap(TapOfSamples):
         name = getattr(func, "__name__", "")
         if name in ("repeat", "tile") and self._repeats_for_samples(leaves):
             return leaves[0][None].samples().flatten(0, 1)
-        with torch.enable_grad(), without_hooks():
-            if name in ("repeat", "tile"):
-                func = _repeated
-            elif name in _KEEP_ROWS:
-                func = partial(_of_one_row, func)
+        if name in ("repeat", "tile"):
+            func = _repeated
+        elif name in _KEEP_ROWS:
+            func = partial(_of_one_row, func)
+        with without_hooks():
             result = _call(func, leaves, spec)
         if _is_plain(result):
-            result.made_of = step_back(name, operands_of(leaves), result)
+            if name in STEPS_BACK:
+                result.made_of = step_back(name, operands_of(leaves), result)
             return self.proxy_of(result)
         if isinstance(result, tuple | list | dict):
             return pytree.tree_map(lambda leaf: self.proxy_of(leaf) if isinstance(leaf, Tensor) else leaf, result)

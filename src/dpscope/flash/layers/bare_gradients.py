@@ -9,6 +9,7 @@ backward; those that are not are given by their shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +40,8 @@ class Flat(NamedTuple):
     names: tuple[str, ...]
 
 
+_CONTAINERS = frozenset((list, tuple, dict))
+_flat = lru_cache(256)(Flat)
 _PLAIN = (int, float, str, slice, type(None), type(...), torch.dtype)
 
 
@@ -46,9 +49,9 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     """Return the arguments of a call as a list, and its form. Most calls need no walk through containers."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
-        if type(leaf) in (list, tuple, dict) and not all(isinstance(part, _PLAIN) for part in leaf):
+        if type(leaf) in _CONTAINERS and not all(isinstance(part, _PLAIN) for part in leaf):
             return pytree.tree_flatten((args, kwargs))
-    return leaves, Flat(len(args), tuple(kwargs))
+    return leaves, _flat(len(args), tuple(kwargs))
 
 
 def key_of(form: Any) -> Any:
@@ -59,6 +62,8 @@ def key_of(form: Any) -> Any:
 def rebuild(leaves: list[Any], form: Any) -> tuple[Any, Any]:
     """Return args and kwargs of a call that was flattened."""
     if type(form) is Flat:
+        if not form.names:
+            return leaves, {}
         return leaves[: form.positional], dict(zip(form.names, leaves[form.positional :], strict=True))
     args, kwargs = pytree.tree_unflatten(leaves, form)
     return args, kwargs
@@ -267,6 +272,9 @@ RULES: dict[str, tuple[Rule, bool]] = {
     "conv2d": (_of_conv, True),
     "conv3d": (_of_conv, True),
 }
+
+
+STEPS_BACK = frozenset(("contiguous", "clone", "where"))
 
 
 def step_back(name: str, operands: list[Any], result: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
