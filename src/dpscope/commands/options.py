@@ -146,7 +146,7 @@ def workload_options(function: F) -> F:
 def setting_option(name: str, *, one: bool = False, **instead: Any) -> Callable[[F], F]:
     """Return the flag of a setting; `one`: it takes a single value here; `instead` replaces its help text."""
     setting = SETTINGS[name]
-    several = setting.several and not one
+    several = "" if one else setting.several
     default = setting.default if setting.flag_default is None else setting.flag_default
     kind: dict[str, Any] = {"type": type(default), "show_default": True}
     if isinstance(default, bool) and several:
@@ -155,7 +155,8 @@ def setting_option(name: str, *, one: bool = False, **instead: Any) -> Callable[
         kind = {"is_flag": True}
     elif several:
         kind |= {"type": CommaList(type(default)), "default": str(default)}
-    return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
+    said = f"{setting.help} {setting.flag} {several} measures both." if several else setting.help
+    return click.option(setting.flag, **{"default": default, "help": said, **kind, **instead})
 
 
 def instrument_options(name: str) -> Callable[[F], F]:

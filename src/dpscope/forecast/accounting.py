@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -16,6 +17,7 @@ from dpscope.errors import UserError
 ACCOUNTANTS = ("prv", "rdp")
 MOST_STEPS_ACCOUNTED = 2**22  # that are accounted for: the PRV accountant's memory grows with their root
 EPSILONS = (0.001, 200.0)  # that are accounted for: below, the PRV accountant takes minutes; above, nobody is protected
+ROUNDED = 0.001  # by which a given noise multiplier may miss the given epsilon
 USUAL_ERROR = 0.01  # that Opacus's PRV accountant adds to epsilon, unless told otherwise
 
 
@@ -67,6 +69,10 @@ class PrivacyGoal:
             raise UserError(f"unknown accountant {self.accountant!r}: choose one of {', '.join(ACCOUNTANTS)}")
 
     @property
+    def usual_delta(self) -> float:
+        return self.delta or 1 / (10 * self.samples)
+
+    @property
     def batches(self) -> int:
         """Number of batches in an epoch, as Opacus's loader has them."""
         return int(1 / self.sample_rate)
@@ -75,13 +81,30 @@ class PrivacyGoal:
     def sample_rate(self) -> float:
         return 1 / math.ceil(self.samples / self.logical_batch)
 
+    @property
+    def expected_batch(self) -> int:
+        return int(self.samples * self.sample_rate)
+
+    @property
+    def length(self) -> int | None:
+        """Number of steps, as Opacus's loader makes epochs; None if it is open."""
+        if self.steps is not None or self.epochs is None:
+            return self.steps
+        whole = float(self.epochs).is_integer()
+        return int(self.epochs) * self.batches if whole else int(self.epochs / self.sample_rate)
+
 
 def account(goal: PrivacyGoal) -> Privacy:
     """Solve for what a goal leaves open; raise `UserError` if the given values contradict each other."""
-    delta = goal.delta or 1 / (10 * goal.samples)
-    rate = goal.sample_rate
+    delta, rate = goal.usual_delta, goal.sample_rate
     with _quiet():
-        steps, noise = _solved(goal, delta, rate)
+        steps, noise = _solved(goal)
+        if goal.noise_multiplier is not None and goal.epsilon is not None and not _is_within(goal, steps, ROUNDED):
+            most = _most_steps(goal)
+            raise UserError(
+                f"{steps / goal.batches:.4g} epochs at noise multiplier {noise:g} take more than epsilon "
+                f"{goal.epsilon:g}: it allows {most / goal.batches:.3g} epochs, or leave one of the three open"
+            )
         about = goal.epsilon or epsilon_of(noise, rate, steps, delta, "rdp")
         if not about <= EPSILONS[1]:
             raise UserError(
@@ -90,23 +113,16 @@ def account(goal: PrivacyGoal) -> Privacy:
             )
         error = prv_error(about)
         spent = {name: _told(noise, rate, steps, delta, name, error) for name in ACCOUNTANTS}
-        told = spent[goal.accountant]
-        if told is None:
+        if spent[goal.accountant] is None:
             raise UserError(_cannot_tell(goal.accountant))
         if goal.epsilon is None and (finer := prv_error(spent["prv"] or about)) < error:
             error = finer
             spent["prv"] = _told(noise, rate, steps, delta, "prv", error)
-    if goal.epsilon is not None and goal.noise_multiplier is not None and told > goal.epsilon * 1.001:
-        most = _most_steps(goal, delta, rate)
-        raise UserError(
-            f"{steps / goal.batches:.4g} epochs at noise multiplier {noise:g} take epsilon {told:.3g}: epsilon "
-            f"{goal.epsilon:g} allows {most / goal.batches:.3g} epochs, or leave one of the three open"
-        )
     return Privacy(
         samples=goal.samples,
         logical_batch=goal.logical_batch,
         sample_rate=rate,
-        expected_batch=int(goal.samples * rate),
+        expected_batch=goal.expected_batch,
         steps=steps,
         epochs=steps / goal.batches,
         noise_multiplier=noise,
@@ -160,18 +176,15 @@ def _cannot_tell(accountant: str) -> str:
     )
 
 
-def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
+def _solved(goal: PrivacyGoal) -> tuple[int, float]:
     """Return the number of steps and the noise multiplier."""
-    steps = goal.steps
-    if steps is None and goal.epochs is not None:
-        whole = float(goal.epochs).is_integer()
-        steps = int(goal.epochs) * goal.batches if whole else int(goal.epochs / rate)
+    steps = goal.length
     if steps is None:
         if goal.epsilon is None or goal.noise_multiplier is None:
             raise UserError(
                 "how long to train is open: give --epochs, --hours, or both --epsilon and --noise-multiplier"
             )
-        steps = _most_steps(goal, delta, rate)
+        steps = _most_steps(goal)
     if steps < 1:
         raise UserError("that is less than one step: give more epochs or hours, a larger epsilon, or more noise")
     if steps > MOST_STEPS_ACCOUNTED:
@@ -187,8 +200,8 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
     try:
         noise = get_noise_multiplier(
             target_epsilon=goal.epsilon,
-            target_delta=delta,
-            sample_rate=rate,
+            target_delta=goal.usual_delta,
+            sample_rate=goal.sample_rate,
             accountant=goal.accountant,
             **length,
             **options,
@@ -197,23 +210,33 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
         other = next(name for name in ACCOUNTANTS if name != goal.accountant)
         raise UserError(
             f"Opacus's {goal.accountant.upper()} accountant finds no noise for epsilon {goal.epsilon:g} at delta "
-            f"{delta:.1e}: try --accountant {other}, ask for more, or train less"
+            f"{goal.usual_delta:.1e}: try --accountant {other}, ask for more, or train less"
         ) from None
     return steps, float(noise)
 
 
-def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
+def _is_within(goal: PrivacyGoal, steps: int, tolerance: float = 0.0) -> bool:
+    """Return whether epsilon after so many steps is within the goal.
+
+    RDP is asked first: the PRV accountant's memory grows with epsilon, to more than a machine has.
+    """
+    noise, epsilon, delta, rate = goal.noise_multiplier or 0.0, goal.epsilon or 0.0, goal.usual_delta, goal.sample_rate
+    try:
+        if epsilon_of(noise, rate, steps, delta, "rdp") > 1 + 2 * epsilon:
+            return False
+        spent = epsilon_of(noise, rate, steps, delta, goal.accountant, prv_error(epsilon))
+    except _FAILURES:
+        raise UserError(_cannot_tell(goal.accountant)) from None
+    return spent <= epsilon * (1 + tolerance)
+
+
+def _most_steps(goal: PrivacyGoal) -> int:
     """Return the largest number of steps whose epsilon is within the goal; `MOST_STEPS_ACCOUNTED` if it allows more."""
-    noise, epsilon = goal.noise_multiplier or 0.0, goal.epsilon or 0.0
-
-    def fits(steps: int) -> bool:
-        try:
-            return epsilon_of(noise, rate, steps, delta, goal.accountant, prv_error(epsilon)) <= epsilon
-        except _FAILURES:
-            raise UserError(_cannot_tell(goal.accountant)) from None
-
+    fits = partial(_is_within, goal)
     if not fits(1):
-        raise UserError(f"a step at noise multiplier {noise:g} takes more than epsilon {epsilon:g}: add noise")
+        raise UserError(
+            f"a step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
+        )
     low, high = 1, 2
     while high <= MOST_STEPS_ACCOUNTED and fits(high):
         low, high = high, 2 * high
@@ -224,11 +247,10 @@ def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
 
 
 def _notes(goal: PrivacyGoal, steps: int, spent: dict[str, float | None], error: float) -> Iterator[str]:
-    expected = int(goal.samples * goal.sample_rate)
-    if expected != goal.logical_batch:
+    if goal.expected_batch != goal.logical_batch:
         yield (
-            f"Opacus's loader rounds the sampling rate to one in {round(1 / goal.sample_rate)}: {expected} samples are "
-            f"expected in a batch, not {goal.logical_batch}."
+            f"Opacus's loader rounds the sampling rate to one in {round(1 / goal.sample_rate)}: {goal.expected_batch} "
+            f"samples are expected in a batch, not {goal.logical_batch}."
         )
     if goal.delta is not None and goal.delta * goal.samples >= 1:
         yield (

@@ -21,6 +21,7 @@ LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not
 CLEARLY = 0.02  # beyond the limit: no step is tried there
 MOST_STEPS_TRIED = 10
+MOST_SAMPLES = 2**20  # in a physical batch: flash clipping compares each of them in its first step
 FARTHEST = 16  # times the largest batch that fits, to the next one that is tried
 
 
@@ -46,6 +47,7 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
     """
     fit = BatchFit(0, memory_limit(card) if limit is None else limit)
     tried: dict[int, bool] = {}
+    most = min(most, MOST_SAMPLES)
 
     def fits(batch: int) -> bool:
         if batch not in tried:

@@ -12,10 +12,11 @@ from dpscope.errors import UserError
 from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card, find_card
-from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited_by, memory_limit
+from dpscope.forecast.fitting import LEFT_FREE, MOST_SAMPLES, BatchFit, largest_batch, limited_by, memory_limit
 from dpscope.forecast.probe import Correction, Probe, Say
 from dpscope.forecast.side_by_side import run_side_by_side
 from dpscope.forecast.step import MOST_PASSES, StepForecast, forecast_step
+from dpscope.numbers import RealNumber, WholeNumber
 from dpscope.packages import version_of
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec
@@ -28,6 +29,15 @@ from dpscope.workloads.workload import ALL_LINEAR, build_workload, require_peft
 DEFAULT_LOGICAL_BATCH = 256
 ADAPTERS = LoraSettings(r=16, alpha=32, target=(ALL_LINEAR,))  # whose effect is shown
 Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
+
+
+_CHECKS: dict[str, RealNumber | WholeNumber] = {
+    "hours": RealNumber("hours", 1e-9, 1e9),
+    "price_per_hour": RealNumber("price per hour", 1e-9, 1e9),
+    "samples": WholeNumber("samples", most=10**15),
+    "batch_size": WholeNumber("batch size", most=MOST_SAMPLES),
+    "logical_batch": WholeNumber("logical batch", most=10**15),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +57,9 @@ class Wish:
     accountant: str = "prv"
 
     def __post_init__(self) -> None:
-        for name in ("hours", "price_per_hour", "samples", "batch_size", "logical_batch"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"{name.replace('_', ' ')} must be a number above 0, not {value}")
+        for name, check in _CHECKS.items():
+            if (value := getattr(self, name)) is not None:
+                check(value)
         if self.hours is not None and self.epochs is not None:
             raise UserError("--hours and --epochs both say how long to train: give one of them")
         if self.samples is None and (self.hours is not None or self.is_private):
@@ -135,7 +144,7 @@ def plan(
     if prober is not None and specs[0].world_size > 1:
         raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
     spent = None
-    if asked.is_private and asked.hours is None:  # wrong input is said before anything runs
+    if private and asked.is_private and asked.hours is None:  # wrong input is said before anything runs
         say("noise and epsilon")
         spent = account(asked.goal())
     card, remarks = _card_for(asked, specs, say)
@@ -258,7 +267,8 @@ def _planned(
         "peaks_verifying": step.peaks_verifying,
     }
     row["samples_per_second"] = batch * passes * ranks / step.seconds
-    row["logical_seconds"] = logical / row["samples_per_second"]
+    expected = logical if asked.samples is None else asked.goal().expected_batch
+    row["logical_seconds"] = expected / row["samples_per_second"]
     return row | _training(asked, spent, row["logical_seconds"], ranks, private=private)
 
 
@@ -293,11 +303,14 @@ def _corrected_fit(
 
 def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *, private: bool) -> dict[str, Any]:
     """Return privacy, hours and money of a run whose logical step takes so many seconds."""
-    if asked.samples is None or (spent is None and asked.hours is None):
+    if asked.samples is None:
         return {}
-    steps = spent.steps if spent is not None else int(3600 * (asked.hours or 0) / seconds)
-    if private and spent is None:
-        spent = account(asked.goal(steps))
+    steps = spent.steps if spent is not None else asked.goal().length
+    if asked.hours is not None:
+        steps = int(3600 * asked.hours / seconds)
+        spent = account(asked.goal(steps)) if private else None
+    if steps is None:
+        return {}
     hours = steps * seconds / 3600
     found: dict[str, Any] = {"steps": steps, "hours": hours}
     if private and spent is not None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -14,6 +17,7 @@ import torch
 
 from dpscope.errors import UserError
 from dpscope.forecast.probe import Say
+from dpscope.vocabulary.statuses import ORPHANED
 
 SideTask = Callable[[Say], Any]
 SAID, DONE, NOT_DONE = "said", "done", "failed"
@@ -35,7 +39,7 @@ def run_side_by_side(tasks: Sequence[SideTask], workers: int, say: Say) -> list[
             while waiting and len(running) < workers:
                 place, task = waiting.pop()  # flash comes last, and takes longest
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_report, args=(task, sender), daemon=True)
+                process = context.Process(target=_report, args=(task, sender, os.getpid()), daemon=True)
                 process.start()
                 sender.close()
                 running[receiver] = place, process
@@ -61,7 +65,15 @@ def _receive(receiver: Any) -> tuple[str, Any]:
     return kind, value
 
 
-def _report(task: SideTask, sender: Connection) -> None:
+def _end_with(original: int) -> None:
+    """End this copy when the original is gone. Its pipes do not tell: later copies hold their ends, too."""
+    while os.getppid() == original:
+        time.sleep(1)
+    os._exit(ORPHANED)
+
+
+def _report(task: SideTask, sender: Connection, original: int) -> None:
+    threading.Thread(target=_end_with, args=(original,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the original's to answer, and it ends its copies
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads of the original are not in its copy

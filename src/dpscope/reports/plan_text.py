@@ -21,7 +21,7 @@ HEADINGS = (
     "σ",
     "ε (PRV)",
     "ε (RDP)",
-    "hours",
+    "time",
     "price",
 )
 
@@ -68,10 +68,13 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
             f"{privacy['noise_multiplier']:.4g}"
         )
     if "hours" in row:
-        hours = row["hours"]
-        length = format_duration(3600 * hours) if hours < 1 else f"{hours:.3g} hours"
-        sentence += f"; {length}" + (f", price {row['price']:.2f}" if "price" in row else "")
+        sentence += f"; {_length(row)}" + (f", price {row['price']:.2f}" if "price" in row else "")
     return sentence + "."
+
+
+def _length(row: PlanPart) -> str:
+    hours: float = row["hours"]
+    return format_duration(3600 * hours) if hours < 1 else f"{hours:.3g} hours"
 
 
 def _called(component: str) -> str:
@@ -98,7 +101,7 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
         format_throughput(row["samples_per_second"]),
         str(row.get("steps", MISSING)),
         *figures,
-        f"{row['hours']:.3g}" if "hours" in row else MISSING,
+        _length(row) if "hours" in row else MISSING,
         f"{row['price']:.2f}" if "price" in row else MISSING,
     )
 
@@ -166,17 +169,20 @@ def plan_page(plan: Mapping[str, Any]) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
 :root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+div {{ overflow-x: auto }}
 table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #8886; font-variant-numeric: tabular-nums }}
-pre {{ background: #8881; padding: .8rem; overflow-x: auto }}
+th, td {{ text-align: left; white-space: nowrap; padding: .35rem .6rem; border-bottom: 1px solid #8886 }}
+td {{ font-variant-numeric: tabular-nums }}
+pre {{ background: #8881; padding: .8rem; white-space: pre-wrap }}
 </style>
 <h1>{title}</h1>
 {verdict}
-<table>{table}</table>
+<div><table>{table}</table></div>
 {details}
 {effects}
 {notes}

@@ -98,7 +98,7 @@ class SettingField:
     words: str = ""  # how a sentence tells its value [default: label and value]
     heading: str = ""  # in the page's table of settings; a setting without is not in it
     values: Mapping[str, str] = field(default_factory=dict)  # what people call its values [default: as they are]
-    several: bool = False  # may its flag, or its argument, be a list? A sweep has rows for each of the values
+    several: str = ""  # an example of several values; a sweep has rows for each of them. Without, there is but one
     name: str = ""
     default: Any = None
 
@@ -171,19 +171,19 @@ class TrainerSettings:
     compile: str = setting(
         EAGER,
         OneOf("compile mode", tuple(COMPILE_MODES)),
-        f"{'|'.join(COMPILE_MODES)}: the mode of torch.compile, or several, as none,default.",
+        f"{'|'.join(COMPILE_MODES)}: the mode of torch.compile.",
         words="{}",
         heading="Model runs",
         values=COMPILE_MODES,
-        several=True,
+        several="none,default",
     )
     cuda_graph: bool = setting(
         False,
         Switch("cuda graph"),
-        "Replay steps as one CUDA graph (standard, flash); --cuda-graph off,on measures both.",
+        "Replay steps as one CUDA graph (standard, flash).",
         label="CUDA graph",
         heading="Steps as a CUDA graph",
-        several=True,
+        several="off,on",
     )
     accumulate: int = setting(
         1,
@@ -196,11 +196,11 @@ class TrainerSettings:
     gpus: int = setting(
         1,
         numbers.RANKS,
-        "Processes that train one model together, each on its own GPU, as 1,4; --batch-size is of each.",
+        "Processes that train one model together, each on its own GPU; --batch-size is of each.",
         label="GPUs",
         words="{} GPUs",
         heading="GPUs",
-        several=True,
+        several="1,4",
     )
     parallel: str = setting(
         "ddp",
@@ -238,10 +238,10 @@ class TrainerSettings:
     clipping: str = setting(
         "flat",
         OneOf("clipping rule", CLIPPING_RULES),
-        f"{'|'.join(CLIPPING_RULES)}: how flash clips, or several, as flat,per_layer.",
+        f"{'|'.join(CLIPPING_RULES)}: how flash clips.",
         words="{} clipping",
         heading="Clipping rule of flash",
-        several=True,
+        several="flat,per_layer",
     )
     warmup: int = setting(
         3, numbers.WARMUP_STEPS, "Steps before the timed ones.", NOWHERE, label="warm-up steps", words="{} warm-up"

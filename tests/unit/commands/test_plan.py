@@ -71,6 +71,7 @@ def test_a_plan_says_what_fits_how_long_it_takes_and_how_private_it_is(tmp_path)
         (["--gpu", "t4", "--noise-multiplier", "1"], "give --samples"),
         (["--gpu", "t4", "--price-per-hour", "2"], "the price depends on how long to train"),
         (["--gpu", "t4", "--html", "-"], "give the name of a file"),
+        (["--gpu", "t4", "--batch-size", "100000000"], "batch size must be a whole number of at most 1048576"),
         ([], "the card and the batch are both open"),
     ],
 )
@@ -103,6 +104,37 @@ def test_a_plan_says_that_all_samples_are_in_every_step_and_tells_short_times_in
     assert "The sampling rate is 1: each step takes all 60 samples." in ended.output
     assert "a draw may hold more" not in ended.output
     assert "; 0 s." in ended.output
+
+
+def test_training_without_privacy_needs_no_epsilon_and_the_other_methods_do():
+    length = {"samples": 100, "epochs": 2, "logical_batch": 50, "card": "t4", "seq_len": 16, "effects": False}
+    (row,) = plan("tiny", methods=["standard"], price_per_hour=3.0, **length)["methods"]
+    assert row["steps"] == 4
+    assert row["price"] == pytest.approx(3 * row["hours"])
+    with pytest.raises(UserError, match="the noise is open"):
+        plan("tiny", methods=["standard", "flash"], **length)
+
+
+def test_time_and_money_are_those_of_the_samples_that_are_drawn():
+    """Of 100 samples in logical batches of 60, a Poisson draw takes 50: the loader rounds the rate to one in two."""
+    wish = {"samples": 100, "epochs": 3, "logical_batch": 60, "card": "t4", "seq_len": 16, "effects": False}
+    (row,) = plan("tiny", methods=["standard"], **wish)["methods"]
+    assert row["steps"] == 6
+    assert 3600 * row["hours"] == pytest.approx(300 / row["samples_per_second"])
+
+
+def test_flags_that_take_one_value_here_are_not_said_to_take_several():
+    several, one = (CliRunner().invoke(main, [name, "--help"]).output for name in ("compare", "plan"))
+    assert "--compile none,default" in several
+    assert "none,default" not in one
+    assert "1,4" not in one
+
+
+def test_a_page_can_be_read_on_a_narrow_screen(tmp_path):
+    page = tmp_path / "plan.html"
+    run("--gpu", "t4", "--html", str(page))
+    assert 'name="viewport"' in page.read_text()
+    assert "<div><table>" in page.read_text()  # which scrolls by itself
 
 
 def test_what_does_not_fit_says_what_it_needs(monkeypatch):

@@ -148,6 +148,19 @@ def test_the_epochs_that_epsilon_allows_are_found():
     assert longer.epsilon["rdp"] > 4.0
 
 
+def test_an_epsilon_far_beyond_the_goal_is_not_asked_of_the_prv_accountant(monkeypatch):
+    """Its memory grows with epsilon: 6,982 epochs took more than 20 GB, and the process was killed."""
+    asked = accounting.epsilon_of
+
+    def epsilon_of(noise, rate, steps, delta, accountant, *error):
+        assert accountant == "rdp" or steps < 100
+        return asked(noise, rate, steps, delta, accountant, *error)
+
+    monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
+    with pytest.raises(UserError, match=r"6982 epochs at noise multiplier 1 take more .* allows 6\.75 epochs"):
+        account(PrivacyGoal(samples=1000, logical_batch=256, noise_multiplier=1.0, epsilon=8.0, steps=27_926))
+
+
 def test_an_epsilon_that_allows_endless_training_is_said(monkeypatch):
     monkeypatch.setattr(accounting, "MOST_STEPS_ACCOUNTED", 2**8)
     goal = {"samples": 1000, "logical_batch": 100, "noise_multiplier": 50.0, "epsilon": 8.0}
