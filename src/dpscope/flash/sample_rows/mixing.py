@@ -1,8 +1,8 @@
 """Test if samples mix: run the untouched model on other samples and compare its outputs.
 
 Row b of the output may depend on sample b alone: not on the others in its batch, not on their number, and not on
-samples of an earlier step. Each question compares two runs without gradients that differ in one thing and start from
-the same random state. Random states, buffers and attributes of the model are restored.
+samples of an earlier step. Each question compares two forward passes that differ in one thing and start from the same
+random state. Random states, buffers and attributes of the model are restored.
 
 The first time the model is called in some way, all questions are asked on a quarter of the batch: several times with
 other orders of the samples and other random numbers, and with parameters that are zero set to others, because a gate

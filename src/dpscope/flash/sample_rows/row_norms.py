@@ -28,7 +28,7 @@ from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import is_coarse
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
-from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, given_like
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
 from dpscope.flash.torch_side import dry_run
@@ -220,13 +220,11 @@ class RowNorms:
     def _arguments(self, rows: Tensor) -> tuple[Any, Any]:
         def chosen(leaf: Leaf) -> Leaf:
             if id(leaf) in self.sampled:
-                leaf = take(leaf, rows, self.sampled[id(leaf)])
-            if not isinstance(leaf, Tensor):
-                return leaf
-            fresh = leaf.detach().clone()
-            return fresh.requires_grad_() if leaf.requires_grad else fresh
+                return given_like(leaf, take(leaf, rows, self.sampled[id(leaf)]))
+            return given_like(leaf, leaf.clone()) if isinstance(leaf, Tensor) else leaf
 
-        found: tuple[Any, Any] = replace_leaves((self.call.args, self.call.kwargs), chosen)
+        with torch.no_grad():
+            found: tuple[Any, Any] = replace_leaves((self.call.args, self.call.kwargs), chosen)
         return found
 
     def _run(self, forward: Callable[..., Any], rows: Tensor | None = None) -> dict[OutputPlace, Tensor]:

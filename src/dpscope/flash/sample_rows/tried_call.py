@@ -42,7 +42,7 @@ class RootCall(NamedTuple):
 
 
 class TriedCall:
-    """A call that is run on chosen samples, without gradients.
+    """A call that the untouched model runs on chosen samples, with gradients as in training, of which nothing is left.
 
     running     a context for each run
     in_any_dim  whether an argument may have its samples in another dimension than the first
@@ -60,7 +60,7 @@ class TriedCall:
         self.model, self.devices = model, cuda_devices(model)
         self.shared = shared
         self.in_any_dim = in_any_dim
-        self.forward, self.batch = call.forward, call.batch
+        self.batch = call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
         self.wide = False  # whether it runs in float64
@@ -151,7 +151,7 @@ class TriedCall:
         loud: int | None = None,
         seed: int | None = None,
     ) -> Any:
-        """Run the forward on the samples `index` (None: all, in order), inside `running`; return its output.
+        """Run the model's forward on the samples `index` (None: all, in order), inside `running`; return its output.
 
         altered  on other values than theirs
         loud     which of these samples is multiplied by a large number
@@ -172,12 +172,21 @@ class TriedCall:
                 leaf = leaf.clone()
             return leaf.double() if self.wide and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-        args, kwargs = replace_leaves(self.call, chosen)
+        with torch.no_grad():
+            args, kwargs = replace_leaves(self.call, lambda leaf: given_like(leaf, chosen(leaf)))
         if seed is not None:
             seed_all(seed, self.devices)
-        with running, torch.no_grad(), warnings.catch_warnings(), eagerly():
+        with running, torch.enable_grad(), warnings.catch_warnings(), eagerly():
             warnings.simplefilter("ignore")
-            return self.forward(*args, **kwargs)
+            return self.model.forward(*args, **kwargs)
+
+
+def given_like(leaf: Leaf, fresh: Leaf) -> Leaf:
+    """Return a fresh tensor that has a history if the user's requires a gradient; forward may write into it."""
+    if not isinstance(leaf, Tensor) or not isinstance(fresh, Tensor) or not leaf.requires_grad:
+        return fresh
+    with torch.enable_grad():
+        return fresh.detach().requires_grad_().clone()
 
 
 def _is_prime(number: int) -> bool:

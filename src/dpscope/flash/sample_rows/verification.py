@@ -1,9 +1,10 @@
 """Verification of forward passes: that samples do not mix, and that taps do what the model does.
 
-The root is called in one way as long as the numbers of dimensions, numbers and options that it is given and the modes
-of its modules are the same. The first time it is called in some way, two questions are asked about that call: do
-samples mix in the untouched model (mixing.py), and does the tapped model do what the untouched one does, sample by
-sample (self_test.py)? Later calls are looked at now and then (schedule.py).
+The root is called in one way as long as the numbers of dimensions, numbers and options that it is given, the modes of
+its modules, and what requires a gradient are the same. The first time it is called in some way, two questions are asked
+about that call: do samples mix in the untouched model (mixing.py), and does the tapped model do what the untouched one
+does, sample by sample (self_test.py)? Later calls are looked at now and then (schedule.py), and those that are twice as
+large as any before.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class BegunPass(NamedTuple):
 class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
 
-    batch: int  # the most samples of which it was asked if their number matters
+    sizes: tuple[int, ...]  # the largest of which it was asked if they matter: see `_sizes_of`
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
     output_dims: list[int | None] | None
@@ -91,6 +92,7 @@ class Verification:
         self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
         model = engine.model
         self.schedule = LookSchedule()
+        self._parameters = list(model.parameters())
         self.buffers = BufferWatch(model, ())
         self.options = OptionWatch(model)
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
@@ -125,16 +127,19 @@ class Verification:
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
         # and so may modes of torch functions that are active
         modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
-        trained = tuple([module.training for module in self.options.modules])
-        way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
+        # whether anything is trained before a layer, for what requires a gradient may take another way, too
+        training = tuple([module.training for module in self.options.modules])
+        trained = tuple([parameter.requires_grad for parameter in self._parameters])
+        shown = call.batch > 1  # one sample shows nothing of several
+        way = signature((call.args, call.kwargs)), training, trained, modes, shown
         failure, verified = None, False
         if self._is_dry(call):
             if (run := dry_run.current()) is not None and run.verifies:
                 failure, verified = self._verify(call, way), True
             return BegunPass(call, way, self.buffers.look(), failure, verified)
         if own_capture() is not None:
-            if way not in self._verified:
-                raise NotVerified("all samples of the batch are the same, which shows nothing of several")
+            if way not in self._verified or _is_larger(call, self._verified[way].sizes, 2):
+                raise NotVerified("no call of this kind and size was verified, or its samples were all the same")
             return BegunPass(call, way, self.buffers.look(), None, mixed=self._verified[way].mixed)
         changed = self.options.has_changed() and not self.schedule.paused  # instruments register hooks
         if changed or way not in self._verified:
@@ -148,12 +153,13 @@ class Verification:
         else:
             known = self._verified[way]
             _refuse_other_values(known.given, call)
-            grown = call.batch > 2 * known.batch and not self.schedule.paused  # it may mix many samples, and not few
+            # it may mix many samples, and not few, or samples of many positions
+            grown = _is_larger(call, known.sizes, 2) and not self.schedule.paused
             if self.schedule.is_due(call.batch) or grown:
                 self._shared, self._output_dims, self._mixed = known.shared, known.output_dims, known.mixed
                 self._is_random = known.is_random
-                failure, verified = self._look_again(call, known.batch), True
-                self._verified[way] = self._reading(call, known.batch)
+                failure, verified = self._look_again(call, known.sizes), True
+                self._verified[way] = self._reading(call, known.sizes)
         mixed = self._verified[way].mixed if way in self._verified else self._mixed
         return BegunPass(call, way, self.buffers.look(), failure, verified, mixed)
 
@@ -236,12 +242,14 @@ class Verification:
 
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _reading(self, call: RootCall, batch: int = 0) -> _Reading:
+    def _reading(self, call: RootCall, before: tuple[int, ...] = ()) -> _Reading:
         leaves = enumerate(leaves_in((call.args, call.kwargs)))
         given = {
             place: leaf.clone() if isinstance(leaf, Tensor) else leaf for place, leaf in leaves if place in self._shared
         }
-        return _Reading(max(batch, call.batch), self._shared, given, self._output_dims, self._mixed, self._is_random)
+        now = _sizes_of(call)
+        sizes = tuple(map(max, now, before)) if len(now) == len(before) else now
+        return _Reading(sizes, self._shared, given, self._output_dims, self._mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -300,8 +308,8 @@ class Verification:
                 self._test_of(call, mixing).try_other_samples()
             raise
 
-    def _look_again(self, call: RootCall, most: int) -> Exception | None:
-        """Check some rows of a call whose way was verified before, with at most so many samples."""
+    def _look_again(self, call: RootCall, most: tuple[int, ...]) -> Exception | None:
+        """Check some rows of a call whose way was verified before, for calls of at most these sizes."""
         try:
             whole = self.schedule.note_look()
             mixing = self._mixing(call)
@@ -309,7 +317,7 @@ class Verification:
             if call.batch > 1:
                 mixing.look_again()
                 self._shared = mixing.shared
-                if call.batch > most:
+                if _is_larger(call, most):
                     mixing.compare_sizes()
             if whole:
                 mixing.find_carried_state()
@@ -383,6 +391,18 @@ class Verification:
         modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
         if modules:
             raise NotFollowed(modules, reason)
+
+
+def _sizes_of(call: RootCall) -> tuple[int, ...]:
+    """Return the number of samples, and the sizes of each tensor of the call with the number of its elements."""
+    leaves = leaves_in((call.args, call.kwargs))
+    tensors = [leaf if isinstance(leaf, Tensor) else leaf.data for leaf in leaves]
+    return call.batch, *(size for tensor in tensors for size in (*tensor.shape, tensor.numel()))
+
+
+def _is_larger(call: RootCall, most: tuple[int, ...], factor: int = 1) -> bool:
+    """Return whether anything in the call is more than `factor` times as large as in calls of these sizes."""
+    return any(size > factor * before for size, before in zip(_sizes_of(call), most, strict=False))
 
 
 def _refuse_other_values(given: dict[int, Leaf], call: RootCall) -> None:

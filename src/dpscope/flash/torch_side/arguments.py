@@ -55,7 +55,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def signature(value: Any) -> Hashable:
     """Return a key that is equal for calls that take the same way through a forward.
 
-    It has types, dimensions, numbers and options, but no sizes of tensors.
+    It has types, dimensions, numbers and options, and which tensors require a gradient, but no sizes of tensors.
     """
     return tuple(_describe(leaf) for leaf in _walk(value, set()))
 
@@ -157,6 +157,6 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
 
 def _describe(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.is_floating_point()
+        return leaf.dim(), leaf.is_floating_point(), leaf.requires_grad
     # By repr, for NaN is not equal to itself, and 1 is equal to True and to 1.0.
     return (type(leaf), repr(leaf)) if isinstance(leaf, _TELLING) else (type(leaf),)

@@ -371,3 +371,76 @@ def test_state_is_found_that_depends_on_signs_or_moves_the_next_step_by_little(k
     x = torch.rand(2, 3, 4, dtype=torch.float64)  # of one sign
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"from one step to the next \(in last"):
         model(x).sum().backward()
+
+
+class MixesIf(nn.Module):
+    """Divides by something of all samples, without a gradient, under a condition on its input and its first layer."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.first, self.last, self.condition = nn.Linear(6, 6), nn.Linear(6, 3), condition
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h / h.detach().std() if self.condition(x, h) else h).flatten(1)
+
+
+@pytest.mark.parametrize("condition", [lambda x, h: torch.is_grad_enabled(), lambda x, h: h.requires_grad])
+def test_a_model_that_mixes_only_with_gradients_is_refused(condition):
+    with FlashEngine(MixesIf(condition), max_grad_norm=1.0) as engine, pytest.raises(UserError, match="samples mix"):
+        private_step(engine, rows(), losses)
+
+
+def test_a_model_that_mixes_once_a_layer_is_frozen_is_refused():
+    model = MixesIf(lambda x, h: not h.requires_grad)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(2):  # the third pass is not looked at otherwise
+            private_step(engine, rows(), losses)
+        model.first.requires_grad_(False)
+        with pytest.raises(UserError, match="samples mix"):
+            private_step(engine, rows(), losses)
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_a_model_that_mixes_if_its_input_requires_a_gradient_is_refused(mixing):
+    """Each way is verified when it comes, though the other one was."""
+    model = MixesIf(lambda x, h: x.requires_grad == mixing)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(2):
+            private_step(engine, {"x": torch.randn(4, 6).requires_grad_(not mixing)}, losses)
+        with pytest.raises(UserError, match="samples mix"):
+            private_step(engine, {"x": torch.randn(4, 6).requires_grad_(mixing)}, losses)
+
+
+@pytest.mark.parametrize(
+    ("condition", "first", "second"),
+    [
+        (lambda x, h: h.shape[1] > 12, (4, 6), (4, 24)),  # positions
+        (lambda x, h: h.shape[0] * h.shape[1] > 64, (8, 6), (8, 13)),  # tokens of the whole batch
+        (lambda x, h: h.shape[1] > 12, (16, 6), (2, 13)),
+    ],
+)
+def test_a_model_that_mixes_where_tensors_are_larger_is_refused_in_the_first_step_with_one(condition, first, second):
+    model = MixesIf(condition)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(2):  # the third pass is not looked at otherwise
+            private_step(engine, {"x": torch.randn(*first, 6)}, losses)
+        with pytest.raises(UserError, match=r"samples mix|how many samples"):
+            private_step(engine, {"x": torch.randn(*second, 6)}, losses)
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+def test_a_model_that_writes_into_an_input_that_requires_a_gradient_is_exact():
+    """What another layer gave it, say."""
+    scale = torch.ones(6, requires_grad=True)
+    assert_exact(
+        WritesIntoItsInput(), rows(), lambda model, batch: losses(model, {"x": batch["x"] * scale.to(batch["x"])})
+    )
