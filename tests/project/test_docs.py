@@ -11,6 +11,9 @@ from typing import Any
 import click
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpscope.flash
 from dpscope.cli import main
@@ -217,6 +220,37 @@ def test_getting_started_runs_as_it_is_printed():
     exec(loop, names)
     assert names["privacy_engine"].get_epsilon(delta=1e-5) > 0
     assert isinstance(names["optimizer"], dpscope.flash.DPFlashOptimizer)
+
+
+GIVEN = "module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0"
+
+
+def a_newcomers_names(views: bool) -> dict[str, Any]:
+    """What a reader has: a model, its optimizer, a loader, a loss and a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    x, y = torch.randn(64, *([4, 1, 4, 4] if views else [16])), torch.randint(3, (64,))
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=8),
+        "loss_fn": nn.CrossEntropyLoss(),
+        **{"x": torch.randn(8, 16), "y": y[:8], "F": F, "user_ids": torch.arange(8) // 2},
+    }
+
+
+@pytest.mark.parametrize("page", ["flash.md", "compiled.md", "cuda-graphs.md", "padding.md"])
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_pages_about_training_runs_as_it_is_printed(page, monkeypatch):
+    """Blocks of a page go on where the last one ended, but for those that make a model private."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **options: self)
+    names: dict[str, Any] = {}
+    for block in python_in(page):
+        for code in block.strip().split("\n" if "clipping=" in block else "\0"):  # each of these lines is a choice
+            if "make_private(" in code or "FlashEngine(" in code:  # of another model
+                names |= a_newcomers_names(views="views" in code)
+            bound = "" if "max_grad_norm" in code else ", max_grad_norm=1.0"
+            exec(code.replace("(...", f"({GIVEN}{bound}").replace("0.5, ...]", "0.5, 0.1, 0.5]"), names)
 
 
 def test_getting_started_prints_the_same_code_in_both_languages():
