@@ -21,7 +21,7 @@ from dpscope.audit.mixing import ComparedRows, ModuleValues, first_difference, r
 from dpscope.batches import cast_batch, sample_of
 from dpscope.errors import UserError
 from dpscope.exactness.subject import REPEATABLE, Subject
-from dpscope.flash.oracle import gradients_by_name
+from dpscope.flash.oracle import factor_of, gradients_by_name
 
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
 # of: what one sees of it is rounding. It is held against this share of the whole.
@@ -110,16 +110,14 @@ class Reference:
 
 def factors_of(clipping: str, norms: Tensors, clip_norm: float) -> FactorsByName:
     """Return the factors that a rule gives, from each parameter's norms (B,). Rules in plain words: docs/flash.md."""
+
+    def factors(norms: Tensor, bound: float) -> Tensor:
+        return norms.new_tensor([factor_of(clipping, norm, bound) for norm in norms.tolist()])
+
     if clipping == "per_layer":
-        bound = clip_norm / math.sqrt(len(norms))
-        return {name: (bound / n).clamp(max=1.0) for name, n in norms.items()}
-    n = torch.stack([each.square() for each in norms.values()]).sum(0).sqrt()
-    rules = {
-        "automatic": clip_norm / (n + 0.01),
-        "normalised": (clip_norm / n).where(n > 1e-7 * clip_norm, 0.0),
-        "psac": clip_norm / (n + 0.1 / (n + 0.1)),
-    }
-    return dict.fromkeys(norms, rules.get(clipping, (clip_norm / n).clamp(max=1.0)))
+        return {name: factors(n, clip_norm / math.sqrt(len(norms))) for name, n in norms.items()}
+    of_all = torch.stack([each.square() for each in norms.values()]).sum(0).sqrt()
+    return dict.fromkeys(norms, factors(of_all, clip_norm))
 
 
 def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:

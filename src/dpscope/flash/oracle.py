@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,12 +141,7 @@ def run_oracle(
         model, batch = model.to(dtype), cast_batch(batch, dtype)
     named = [name for name, p in model.named_parameters() if p.requires_grad]
     groups, bounds = _groups(clipping, max_grad_norm, named)
-    factor_of: dict[str, Callable[[float, float], float]] = {
-        "automatic": lambda n, c: c / (n + gamma),
-        "normalised": lambda n, c: c / n if n > 1e-7 * c else 0.0,
-        "psac": lambda n, c: c / (n + r / (n + r)),
-    }
-    factor = factor_of.get(clipping, _flat)
+    factor = partial(factor_of, clipping, gamma=gamma, r=r)
     norms: list[float] = []
     factors: list[list[float]] = []
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -167,8 +163,14 @@ def run_oracle(
     )
 
 
-def _flat(n: float, c: float) -> float:
-    return 1.0 if n <= c else c / n
+def factor_of(clipping: str, n: float, c: float, *, gamma: float = 0.01, r: float = 0.1) -> float:
+    """Return the factor that a rule gives a sample with norm `n` under the bound `c`."""
+    rules: dict[str, Callable[[], float]] = {
+        "automatic": lambda: c / (n + gamma),
+        "normalised": lambda: c / n if n > 1e-7 * c else 0.0,
+        "psac": lambda: c / (n + r / (n + r)),
+    }
+    return rules.get(clipping, lambda: 1.0 if n <= c else c / n)()
 
 
 def _groups(clipping: str, max_grad_norm: Any, names: list[str]) -> tuple[dict[str, int], list[float]]:

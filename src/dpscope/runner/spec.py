@@ -45,7 +45,7 @@ class RunSpec(TrainerSettings):
         learning_rate: Learning rate of the optimizer.
         noise_multiplier: Noise of a step divided by the clip norm.
         max_grad_norm: The clip norm C.
-        clipping: Clipping rule of `flash`: `flat`, `automatic`, `normalised`, `psac`, `per_layer` or `adaptive`.
+        clipping: Clipping rule of `flash`, one of `CLIPPING_RULES`.
         warmup: Steps that are not timed.
         steps: Steps that are timed.
         seed: Seed of weights and data.
