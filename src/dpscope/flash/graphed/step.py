@@ -73,6 +73,7 @@ class Settings(NamedTuple):
             engine.loss_scale,
             engine.attachment.taps,  # tapping the model again makes a new list
             optimizer.noise_multiplier == 0,
+            optimizer.fused_now(),  # hooks of the optimizer rule it out, and are called after the graph
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
             torch.backends.cudnn.allow_tf32,

@@ -180,7 +180,7 @@ class DPFlashOptimizer(DPOptimizer):
         trained = self._begin()
         if self._skips():
             return None
-        if (fused := self._fused_now()) is not None:
+        if (fused := self.fused_now()) is not None:
             self._fused_step(fused, trained)
             return None
         self._refuse_adam_bc()
@@ -301,7 +301,7 @@ class DPFlashOptimizer(DPOptimizer):
     def scale_grad(self) -> None:
         """Do nothing: the sums are divided where the noise is added."""
 
-    def _fused_now(self) -> FusedUpdate | None:
+    def fused_now(self) -> FusedUpdate | None:
         """Return the fused update if it is to do the step."""
         if self._fused is False or self.secure_mode or not FusedUpdate.supports(self.original_optimizer):
             return None
@@ -334,12 +334,12 @@ class DPFlashOptimizer(DPOptimizer):
     def make_captured_update(self) -> CapturedUpdate | None:
         """Return what a graph needs to hold noise and update, too; None if they have to follow it."""
         served = all(p.is_contiguous() and p.dtype in TRITON_DTYPES for p in self.engine.parameters)
-        fused = self._fused_now() if served and not self.engine.clip.learns else None
+        fused = self.fused_now() if served and not self.engine.clip.learns else None
         return None if fused is None else fused.make_captured(next(iter(self.engine.parameters)).device)
 
     def make_state(self) -> None:
         """Make the state of parameters that have taken no step, as the first step would. A graph cannot."""
-        if (fused := self._fused_now()) is not None:
+        if (fused := self.fused_now()) is not None:
             fused.make_state()
 
     def capture_update(self, update: CapturedUpdate) -> None:

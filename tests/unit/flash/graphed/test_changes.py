@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import make_graphed_step
+from dpscope.flash import Automatic, make_graphed_step
 from tests.unit.flash.graphed.loops import (
     CHANGED,
     CLASSES,
@@ -44,6 +44,12 @@ def halve(module, *_):
     return 0.5 * _[-1]
 
 
+def shrink(optimizer, *_):
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+
+
 CHANGES = {
     "a number": lambda model, opt: setattr(model, "power", 3.0),
     "a tensor": lambda model, opt: setattr(model, "shift", torch.tensor(1.0)),
@@ -64,6 +70,17 @@ CHANGES = {
     "betas": lambda model, opt: opt.param_groups[0].update(betas=(0.5, 0.9)),
     "maximize": lambda model, opt: opt.param_groups[0].update(maximize=True),
     "noise off": lambda model, opt: setattr(opt, "noise_multiplier", 0.0),
+    "a hook after the update": lambda model, opt: opt.original_optimizer.register_step_post_hook(shrink),
+    "a hook before the update": lambda model, opt: opt.original_optimizer.register_step_pre_hook(shrink),
+    "a rate as a tensor": lambda model, opt: opt.param_groups[0].update(lr=torch.tensor(0.5)),
+    "the expected batch size": lambda model, opt: setattr(opt, "expected_batch_size", 400),
+    "the optimizer's reduction": lambda model, opt: setattr(opt, "loss_reduction", "sum"),
+    "the engine's reduction": lambda model, opt: setattr(opt.engine, "loss_reduction", "sum"),
+    "a loss scale": lambda model, opt: setattr(opt.engine, "loss_scale", 1000.0),
+    "another rule": lambda model, opt: setattr(opt.engine, "clip", Automatic(0.1)),
+    "other noise": lambda model, opt: setattr(opt.noise, "generator", torch.Generator().manual_seed(77)),
+    "no state": lambda model, opt: opt.original_optimizer.state.clear(),
+    "a smaller group": lambda model, opt: opt.param_groups[0]["params"].pop(),
     "a bound": lambda model, opt: setattr(opt, "max_grad_norm", 0.01),
 }
 
