@@ -81,6 +81,7 @@ class _Mode(FakeTensorMode):
         self._results = RememberedResults(self)
         self._handles: dict[str, Any] = {}  # of collectives, which are all done at once
         self._is_inside = False
+        self._has_chosen = False
         self.routes_rows = False  # to experts, which values choose
 
     @classmethod
@@ -102,17 +103,20 @@ class _Mode(FakeTensorMode):
         if self._is_inside:
             return self._results.call(func, args, kwargs, partial(self._compute, func, types))
         if func in _READING:
+            self.routes_rows |= self._has_chosen
             return fake_values.read(func, args, kwargs)
         self._is_inside = True
         try:
             result = self._results.call(func, args, kwargs, partial(self._compute, func, types))
         except fake_tensor.DynamicOutputShapeException:
             self._is_inside = False
+            self.routes_rows |= self._has_chosen
             with self:
                 return fake_values.shaped_by_values(func, args, kwargs)
         finally:
             self._is_inside = False
         self._allocator.note_call(func, args, result)
+        self._has_chosen |= fake_values.choose(func, args, result)
         fake_values.follow(func, args, kwargs, result)
         return result
 
@@ -142,7 +146,7 @@ class FakeDevice:
 
     @property
     def routes_rows(self) -> bool:
-        """True if a model has sent rows to experts: where a sample's rows are then, values alone tell."""
+        """True if a model has sent rows to experts by values, which are taken to choose evenly."""
         return self._mode.routes_rows
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 A value is an attribute of its fake tensor: a real tensor on the CPU. What an operator makes of known values is computed
 there, if it is small. Views of a value share its memory, as their fake tensors do. What is written over with unknown
-values is unknown from then on.
+values is unknown from then on. Choices among unknown scores are taken to be even: a mixture sends as many rows to each
+expert.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dpscope.errors import UserError
 LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
 LARGEST_MADE = 2**18  # elements of real numbers, and of what is made of less: tables of positions, causal masks
 _VALUE = "known_value"
+_CHOOSES = {torch.ops.aten.topk.default: 1, torch.ops.aten.argmax.default: 0}  # which result holds the choices
 _INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
 _UNKNOWN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
@@ -58,6 +60,20 @@ def read(func: Any, args: Any, kwargs: Any) -> Any:
         )
     with _disable_current_modes():
         return func(*known[0], **known[1])
+
+
+def choose(func: Any, args: Any, result: Any) -> bool:
+    """Note even choices as the result of an operator that chooses among unknown scores; return whether it is one."""
+    if func not in _CHOOSES or _value_of(args[0]) is not None or not args[0].dim():
+        return False
+    chosen = _tensors(result)[_CHOOSES[func]]
+    with _disable_current_modes():
+        value = torch.arange(chosen.numel()).remainder_(max(args[0].shape[-1], 1))
+        # But for the first, so that counts are no multiples of the batch, as they would be by chance alone.
+        first = value[: chosen.shape[-1] if func is torch.ops.aten.topk.default else 1]
+        first.copy_(args[0].shape[-1] - 1 - first)
+        know(chosen, value.view(chosen.shape))
+    return True
 
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -56,6 +56,7 @@ class StepForecast:
     families: dict[str, list[float]] = field(default_factory=dict)  # [flops, bytes, kernels, seconds]
     operators: int = 0
     kernels: int = 0
+    is_estimate: bool = False  # rows go to experts by values, which are not known
 
     @property
     def peaks_verifying(self) -> bool:
@@ -146,11 +147,6 @@ def _step(
         with _watching(spec, card) if is_compared else nullcontext() as watched:
             trainer.train_step(*passes)
         one_pass = watched or one_pass
-        if device.routes_rows and spec.method == "flash":
-            raise UserError(
-                "the model sends tokens to experts by their values, so flash clipping runs experts sample by sample, "
-                "and a plan cannot tell what that takes: measure it on a GPU (dpscope compare)"
-            )
     device.run.verifies = False
     segments = device.allocator.segments
     segments.step_peak = 0
@@ -158,7 +154,7 @@ def _step(
         trainer.train_step(*batches)
     steady, peak, reserved = segments.step_peak, segments.peak_allocated, segments.peak_reserved
     if watched is None:
-        return StepForecast(peak, reserved, steady)
+        return StepForecast(peak, reserved, steady, is_estimate=device.routes_rows)
     device.run.verifies = StepForecast(peak, reserved, steady).peaks_verifying
     components = _components(trainer, batches, device) if attributed else {}
     figures = watched.figures()
@@ -182,6 +178,7 @@ def _step(
         families,
         round(figures["operators"]),
         round(figures["kernels"]),
+        device.routes_rows,
     )
 
 

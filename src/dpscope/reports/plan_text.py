@@ -138,6 +138,11 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
         f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which {card['margin']:.0%} are left free "
         f"({card['source']})."
     )
+    if any(row["step"]["is_estimate"] for row in plan["methods"] if row["batch_size"]):
+        yield (
+            "Estimates: rows go to experts by their values, which a plan does not know. As many are taken to go to "
+            "each, and flash clipping runs such blocks sample by sample."
+        )
     private = [row for row in plan["methods"] if "privacy" in row]
     if private:
         privacy = private[0]["privacy"]

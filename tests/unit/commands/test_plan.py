@@ -153,6 +153,13 @@ def test_a_given_batch_that_does_not_fit_says_what_it_takes_and_which_one_fits(m
     assert f"The largest batch that fits is {row['largest_batch']}." in describe_plan(found)
 
 
+def test_an_estimate_is_said_to_be_one():
+    found = plan(make_config("tiny", num_layers=1), methods=["flash"], card="t4", seq_len=16, effects=False)
+    assert "Estimates" not in describe_plan(found)
+    found["methods"][0]["step"]["is_estimate"] = True
+    assert "Estimates: rows go to experts by their values" in describe_plan(found)
+
+
 def test_the_smallest_card_is_found():
     found = plan(make_config("tiny", num_layers=1), methods=["standard"], batch_size=2, seq_len=16, effects=False)
     assert found["card"]["name"] == "t4"

@@ -12,7 +12,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
 from dpscope.flash.torch_side import dry_run
+from dpscope.forecast import step as forecast
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, find_card
 from dpscope.forecast.fake_device import DEVICE, open_device
@@ -400,8 +402,74 @@ def test_products_of_groups_in_float32_are_followed():
     row = RunSpec(workload=workload_of(grouped_workload), method="standard", batch_size=4, device="cuda")
     step = forecast_step(row, H200)
     assert step.components["model_parameters"] == 4 * (4 * 16 + 4 * 16 * 16)
-    with pytest.raises(UserError, match="sends tokens to experts by their values"):
-        forecast_step(replace(row, method="flash"), H200)
+
+
+class Mixture(nn.Module):
+    """Experts that are modules: each is given the rows that chose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, expert(rows[row]) * weights[row, place, None])
+        return out.view_as(x)
+
+
+class BesideALayer(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.first, self.experts = nn.Linear(16, 16), experts
+
+    def forward(self, x):
+        return self.experts(self.first(x))
+
+
+def mixture_workload():
+    return replace(grouped_workload(), model=lambda: BesideALayer(Mixture()))
+
+
+def grouped_mixture_workload():
+    return replace(grouped_workload(), model=lambda: BesideALayer(grouped_workload().model()))
+
+
+@pytest.mark.parametrize("make", [mixture_workload, grouped_mixture_workload])
+def test_a_mixture_of_experts_runs_sample_by_sample_in_a_plan_as_in_training(make, monkeypatch):
+    """Mixtral on an H200 took 4.07 times the memory of ordinary training (2026-11-18): 3.8 times are predicted."""
+    if make is grouped_mixture_workload and not hasattr(nn.functional, "grouped_mm"):
+        pytest.skip("torch 2.10 has products of groups")
+    workload = make()
+    planned = []
+    plain = forecast._components
+
+    def components(trainer, batches, device):
+        if hasattr(trainer, "engine"):
+            planned.append([each.name for each in trainer.engine.per_sample_modules()])
+        return plain(trainer, batches, device)
+
+    monkeypatch.setattr(forecast, "_components", components)
+    row = RunSpec(workload=workload_of(make), method="flash", batch_size=4, device="cuda")
+    step, ordinary = forecast_step(row, H200), forecast_step(replace(row, method="standard"), H200)
+    assert step.is_estimate
+    assert step.operators > 1.5 * ordinary.operators
+
+    model = workload.model()
+    engine = FlashEngine(model, max_grad_norm=1.0)
+    workload.loss(model, workload.batch(0, torch.device("cpu"))).sum().backward()
+    assert planned == [["experts"]] == [[each.name for each in engine.per_sample_modules()]]
+
+
+def test_even_choices_are_no_multiples_of_the_batch():
+    with open_device(H200) as device:
+        chosen = torch.rand(64, 8, device="cuda").topk(2).indices
+        counts = [(chosen == number).sum().item() for number in range(8)]
+    assert sorted(counts) == [15, 15, 16, 16, 16, 16, 17, 17]
+    assert device.routes_rows
 
 
 def test_a_model_that_asks_for_the_gpus_capability_is_told_that_of_the_card():
