@@ -127,7 +127,6 @@ def loader_of_draws(loader: DataLoader[Any], *, size: int, seed: int | None = No
 
 
 PRIVACY_FILE = "privacy.json"
-NOISE_FILE = "noise.pt"  # of sharded models: where the noise of a given seed stands, and which keys were used
 VERSION = 1
 
 

@@ -367,21 +367,10 @@ class PrivateTrainerMixin(_Host):
         super().log(logs, *rest, **keywords)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Load as the Trainer does, and a sharded optimizer's noise, which torch leaves out, from its own file."""
-        private = self._optimizer
-        if checkpoint is None or private is None or not self.is_fsdp_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        resumes, private.resumes_noise = private.resumes_noise, False
-        file = Path(checkpoint) / draws.NOISE_FILE
-        take_noise = partial(private.check_noise, torch.load(file) if file.exists() else None, resume_noise=resumes)
-        take_noise()  # or the used keys in the optimizer's state would refuse this generator
         with warnings.catch_warnings():
-            # To have a state to load into, torch takes a step with gradients of 0 and a learning rate of 0.
+            # To load a sharded state, torch takes a step with gradients of 0 and a learning rate of 0.
             warnings.filterwarnings("ignore", message=".*was set by the training loop")
             super()._load_optimizer_and_scheduler(checkpoint)
-        private.resumes_noise = resumes
-        take_noise()  # torch's step has drawn a key
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -397,8 +386,6 @@ class PrivateTrainerMixin(_Host):
             )
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             record.save(folder)
-            if self.is_fsdp_enabled and (noise := self._optimizer.noise.state()) is not None:
-                torch.save(noise, folder / draws.NOISE_FILE)
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
         """Refuse, because every trial spends privacy on the same data, and the sum would not be counted."""

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import torch
 from opacus import PrivacyEngine as OpacusPrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule
@@ -330,7 +331,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.accountant.history = continued(spent, self.accountant.history)
         used = checkpoint.pop(USED_NOISE_KEYS, None)
         if used is not None and not resume_noise:
-            used_keys_of(module).update(used.tolist())
+            used_keys_of(module).update(torch.as_tensor(used).tolist())
         return checkpoint
 
     # -- what Opacus's make_private calls ----------------------------------------------------------------------------

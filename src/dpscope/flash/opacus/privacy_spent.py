@@ -6,15 +6,20 @@ of one `make_private`, to detect a run on other batches or beyond its target.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch.utils.data import Sampler
 
-HISTORY = "dpscope_privacy_history"  # in the state_dict() of a private optimizer
+from dpscope.flash.update.noise_source import old_noise
+
+# In the first parameter group of a saved optimizer, which any optimizer keeps that loads the state. A string of JSON.
+PRIVATE_RUN = "dpscope_private_run"
+OLD_HISTORY, OLD_NOISE = "dpscope_privacy_history", "dpscope_noise_generator"  # in states of earlier versions
 
 History = list[tuple[float, float, int]]  # of an accountant: noise multiplier, sample rate, number of steps
 
@@ -107,6 +112,16 @@ class Spending:
             f"{self.steps} was taken: ε is larger than the target. Give make_private_with_epsilon the number of epochs "
             "that are trained, or stop"
         )
+
+
+def without_runs(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return an optimizer's state without the private runs in it, and these: history, noise and bounds of each."""
+    state, groups = dict(state_dict), [dict(group) for group in state_dict["param_groups"]]
+    runs = [json.loads(group.pop(PRIVATE_RUN)) for group in groups if PRIVATE_RUN in group]
+    history, noise = state.pop(OLD_HISTORY, []), state.pop(OLD_NOISE, None)
+    if history or noise:
+        runs.append({"history": history, "bounds": [], **old_noise(noise)})
+    return {**state, "param_groups": groups}, runs
 
 
 def continued(current: Sequence[Sequence[float]], saved: Sequence[Sequence[float]]) -> History:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from typing import Any, NoReturn
 
@@ -20,17 +20,14 @@ from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES
 from dpscope.flash.opacus.physical_batches import PhysicalBatches
-from dpscope.flash.opacus.privacy_spent import HISTORY, History, Spending, continued
+from dpscope.flash.opacus.privacy_spent import PRIVATE_RUN, History, Spending, continued, without_runs
 from dpscope.flash.step.microbatch import SumBatch
+from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.update.captured_update import CapturedUpdate
 from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
-
-NOISE_STATE = "dpscope_noise_generator"
-PRIVATE_RUN = "dpscope_private_run"  # in the first parameter group, which any optimizer keeps that loads the state
-CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
 
 _OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
 
@@ -119,12 +116,14 @@ class DPFlashOptimizer(DPOptimizer):
             secure_mode=secure_mode,
         )
         self.spent_before: History = []  # by the run whose state the ordinary optimizer had loaded
-        self._take_run(optimizer.param_groups)
+        self._take_runs(without_runs({"param_groups": optimizer.param_groups})[1])
+        for group in optimizer.param_groups:
+            group.pop(PRIVATE_RUN, None)
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
         # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
         engine.attachment.hooks += [
-            optimizer.register_state_dict_post_hook(self._save_noise),
-            optimizer.register_load_state_dict_pre_hook(self._load_noise),
+            optimizer.register_state_dict_post_hook(self._save_run),
+            optimizer.register_load_state_dict_pre_hook(self._load_run),
             *engine.ranks.watch_forwards(),
             *engine.ranks.watch_loads(optimizer),
         ]
@@ -394,17 +393,13 @@ class DPFlashOptimizer(DPOptimizer):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, the privacy spent and, given a noise generator, where it stands.
+        """Return the wrapped optimizer's state. Its first parameter group holds the private run, too.
 
         A checkpoint of a run with a noise generator is a secret: with it and the weights before and after a step, the
         noise can be removed. Without a generator nothing of the noise is saved.
         """
         state: dict[str, Any] = dict(self.original_optimizer.state_dict())
-        self._save_noise(self.original_optimizer, state)  # its hook is gone if the engine is detached
-        if self.accountant is not None:
-            state[HISTORY] = [tuple(steps) for steps in self.accountant.history]
-        if self.engine.clip.learns:
-            state[CLIP_BOUNDS] = list(self.engine.clip.bounds)
+        self._save_run(self.original_optimizer, state)  # its hook is gone if the engine is detached
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool | None = None) -> None:
@@ -413,56 +408,45 @@ class DPFlashOptimizer(DPOptimizer):
         Noise is fresh by default. `resume_noise=True` sets the generator back to where it stood, so steps from there
         repeat its noise: only for a run that ended at this checkpoint and published nothing later.
         """
-        if self.resumes_noise if resume_noise is None else resume_noise:
-            self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)
-            state_dict = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
-        own = {key: value for key, value in state_dict.items() if key not in (HISTORY, CLIP_BOUNDS)}
-        if self.engine.clip.learns and CLIP_BOUNDS in state_dict:
-            self.engine.clip.bounds = list(state_dict[CLIP_BOUNDS])
-        self.original_optimizer.load_state_dict(own)
-        if self.accountant is None:
-            return
-        if HISTORY in state_dict:
-            self.accountant.history = continued(self.accountant.history, state_dict[HISTORY])
-        elif state_dict["state"] and not self.accountant.history:
+        with temporarily(self, resumes_noise=self.resumes_noise if resume_noise is None else resume_noise):
+            state, runs = without_runs(state_dict)
+            if self.resumes_noise and not runs:
+                raise UserError("the state holds no noise stream to resume: it is not of a private run")
+            self._take_runs(runs)
+            self.original_optimizer.load_state_dict(state)
+        if not runs and state["state"] and self.accountant is not None and not self.accountant.history:
             warnings.warn(
                 "the optimizer's state holds no privacy history: if the run that saved it was private, load its "
                 "accountant too (privacy_engine.load_checkpoint), or ε counts only the steps from here",
                 stacklevel=2,
             )
 
-    def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
-        """Set the noise generator back to where a saved run's stood, or refuse one that would repeat its noise."""
-        if resume_noise and saved is None:
-            raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
-        if saved is not None and not self.secure_mode:
-            (self.noise.resume if resume_noise else self.noise.take_over)(saved)
-
-    def _save_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        noise = None if self.secure_mode else self.noise.state()
-        if noise is not None:
-            state_dict[NOISE_STATE] = noise
+    def _save_run(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add the private run to a state: every way of saving the wrapped optimizer saves it, and nothing else does."""
         run = {
             "history": [] if self.accountant is None else self.accountant.history,
-            "used": self.noise.used.state().tolist(),
+            "bounds": self.engine.clip.bounds if self.engine.clip.learns else [],
+            **({} if self.secure_mode else self.noise.state()),
         }
-        if any(run.values()):
-            first, *others = state_dict["param_groups"]
-            state_dict["param_groups"] = [{**first, PRIVATE_RUN: json.dumps(run)}, *others]
+        first, *others = state_dict["param_groups"]
+        state_dict["param_groups"] = [{**first, PRIVATE_RUN: json.dumps(run)}, *others]
 
-    def _take_run(self, groups: list[dict[str, Any]]) -> None:
-        """Take a saved run out of parameter groups: count its privacy, refuse a generator that repeats its noise."""
-        for run in [json.loads(group.pop(PRIVATE_RUN)) for group in groups if PRIVATE_RUN in group]:
+    def _load_run(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take private runs out of a state: every way of loading the wrapped optimizer comes here."""
+        state, runs = without_runs(state_dict)
+        self._take_runs(runs)
+        return state
+
+    def _take_runs(self, runs: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from saved runs: count their privacy, and refuse a generator that repeats their noise."""
+        for run in runs:
+            if not self.secure_mode:
+                (self.noise.resume if self.resumes_noise else self.noise.take_over)(run)
             self.spent_before = continued(self.spent_before, run["history"])
             if self.accountant is not None:
                 self.accountant.history = continued(self.accountant.history, run["history"])
-            self.check_noise({"used": torch.tensor(run["used"], dtype=torch.int64)}, resume_noise=False)
-
-    def _load_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self.check_noise(state_dict.get(NOISE_STATE), resume_noise=False)
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        self._take_run(groups)
-        return {**{key: value for key, value in state_dict.items() if key != NOISE_STATE}, "param_groups": groups}
+            if self.engine.clip.learns and run["bounds"]:
+                self.engine.clip.bounds = list(run["bounds"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(

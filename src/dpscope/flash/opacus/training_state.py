@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dpscope.flash.opacus.privacy_spent import continued
-from dpscope.flash.opacus.private_optimizer import CLIP_BOUNDS, DPFlashOptimizer
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.ranks import release_weights
+from dpscope.flash.torch_side.attributes import temporarily
 
 
 class TrainingState(Stateful):
@@ -49,33 +47,14 @@ class TrainingState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         release_weights(self.model)
         model, optimizer = get_state_dict(self.model, self.optimizer.original_optimizer)
-        accountant, noise = self.privacy_engine.accountant.state_dict(), self.optimizer.noise.state()
-        if self.optimizer.engine.clip.learns:
-            accountant[CLIP_BOUNDS] = list(self.optimizer.engine.clip.bounds)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            # One entry each: what torch.distributed.checkpoint finds in a dictionary has to be there when it loads.
-            "accountant": json.dumps(accountant),
-            "noise": "" if noise is None else json.dumps({name: tensor.tolist() for name, tensor in noise.items()}),
-        }
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        noise = json.loads(state_dict["noise"] or "null")
-        dtypes = {"generator": torch.uint8, "used": torch.int64}
-        for name in dtypes.keys() & (noise or {}).keys():
-            noise[name] = torch.tensor(noise[name], dtype=dtypes[name])
-        self.optimizer.check_noise(noise, resume_noise=self.resume_noise)
         release_weights(self.model)
-        set_state_dict(
-            self.model,
-            self.optimizer.original_optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
-        accountant, spent = json.loads(state_dict["accountant"]), self.privacy_engine.accountant.history
-        bounds = accountant.pop(CLIP_BOUNDS, None)
-        if bounds is not None and self.optimizer.engine.clip.learns:
-            self.optimizer.engine.clip.bounds = bounds
-        self.privacy_engine.accountant.load_state_dict(accountant)
-        self.privacy_engine.accountant.history = continued(spent, accountant["history"])
+        with temporarily(self.optimizer, resumes_noise=self.resume_noise):
+            set_state_dict(
+                self.model,
+                self.optimizer.original_optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+            )

@@ -51,8 +51,8 @@ class UsedKeys:
         self._digests.clear()
         self.update(digests)
 
-    def state(self) -> Tensor:
-        return torch.tensor(list(self._digests), dtype=torch.int64, device="cpu")
+    def state(self) -> list[int]:
+        return list(self._digests)
 
     def last(self) -> int | None:
         """Return the newest digest. Ranks compare it and the number of keys."""
@@ -132,34 +132,36 @@ class NoiseSource:
             )
         self.used.add(key)
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the state of the stream and the used keys; None if no generator was ever given."""
-        if self.generator is None:
-            return {"used": self.used.state()} if self.used else None
-        return {"generator": self.generator.get_state(), "used": self.used.state()}
+    def state(self) -> dict[str, Any]:
+        """Return the used keys and, given a generator, where it stands; as JSON."""
+        return {"used": self.used.state(), "generator": None if self.generator is None else _as_text(self.generator)}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Continue a saved stream of noise where it stood."""
+        if state.get("generator") is None:
+            raise UserError(
+                "the state holds no noise stream to resume: it was saved by a run without noise_generator; leave out "
+                "resume_noise"
+            )
         if self.generator is None:
             raise UserError(
                 "the saved noise stream came from a noise generator, and this run has none: give make_private one "
                 "(noise_generator=…), or leave out resume_noise"
             )
-        if "generator" not in state:
-            raise UserError(
-                "the state holds no noise stream to resume: it was saved by a run without noise_generator; leave out "
-                "resume_noise"
-            )
-        self.generator.set_state(state["generator"].cpu())
-        self.used.replace(_saved_digests(state))
+        self.generator.set_state(torch.tensor(list(bytes.fromhex(state["generator"])), dtype=torch.uint8))
+        self.used.replace(state["used"])
 
-    def take_over(self, state: dict[str, Any]) -> None:
+    def take_over(self, state: Mapping[str, Any]) -> None:
         """Remember the keys of a saved run; refuse a generator that would draw one of them next."""
-        self.used.update(_saved_digests(state))
+        self.used.update(state.get("used", ()))
         if self.generator is not None and _draw_from(self.generator.clone_state()) in self.used:  # its next key
             raise UserError(
                 f"the noise generator stands where that of the saved run stood, and would add its noise again: {_GO_ON}"
             )
+
+
+def _as_text(generator: torch.Generator) -> str:
+    return bytes(generator.get_state().tolist()).hex()
 
 
 def _draw_from(generator: torch.Generator) -> Key:
@@ -172,13 +174,15 @@ def _draw_from(generator: torch.Generator) -> Key:
     return generator.initial_seed(), offset
 
 
-def _saved_digests(state: dict[str, Any]) -> list[int]:
+def old_noise(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what `NoiseSource.state` would, from that of an earlier version."""
+    if state is None:
+        return {}
     if "used" in state:
-        digests: list[int] = state["used"].tolist()
-        return digests
-    # Written before keys were remembered: those of a generator from which nothing but noise was drawn.
-    seed, draws = state["seed"], range(state["draws"])
-    if state["generator"].numel() == 16:  # of a CUDA generator: its seed and its offset
-        return [_digest((seed, 4 * draw)) for draw in draws]
-    generator = torch.Generator().manual_seed(seed)
-    return [_digest(_draw_from(generator)) for _ in draws]
+        used = state["used"].tolist()
+    else:  # before keys were remembered: those of a generator from which nothing but noise was drawn
+        seed, draws, generator = state["seed"], range(state["draws"]), torch.Generator().manual_seed(state["seed"])
+        of_cuda = state["generator"].numel() == 16  # its seed and its offset
+        used = [_digest((seed, 4 * draw) if of_cuda else _draw_from(generator)) for draw in draws]
+    text = bytes(state["generator"].tolist()).hex() if "generator" in state else None
+    return {"used": used, "generator": text}

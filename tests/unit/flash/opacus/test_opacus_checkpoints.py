@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from dpscope.errors import UserError
-from dpscope.flash import PrivacyEngine
-from dpscope.flash.opacus.privacy_spent import HISTORY
-from dpscope.flash.opacus.private_optimizer import NOISE_STATE
+from dpscope.flash import PrivacyEngine, TrainingState
+from dpscope.flash.opacus.privacy_spent import OLD_HISTORY, OLD_NOISE, PRIVATE_RUN
 from dpscope.flash.update import noise_source
 from dpscope.flash.update.noise_source import UsedKeys
 from tests.unit.flash.private_training import (
@@ -28,17 +29,26 @@ class Seeded:
     """A private run whose noise comes from a given generator; always the same batch."""
 
     def __init__(
-        self, seed: int | None = 11, fused: bool | None = None, generator: torch.Generator | None = None
+        self,
+        seed: int | None = 11,
+        fused: bool | None = None,
+        generator: torch.Generator | None = None,
+        before: dict | None = None,
+        **options,
     ) -> None:
         self.engine = PrivacyEngine()
         self.model = make_model()
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        if before is not None:
+            adamw.load_state_dict(before)
         self.model, self.optimizer, _ = make_private(
             self.model,
-            torch.optim.AdamW(self.model.parameters(), lr=0.1),
+            adamw,
             self.engine,
             noise_multiplier=1.0,
             noise_generator=generator or (None if seed is None else torch.Generator().manual_seed(seed)),
             fused=fused,
+            **options,
         )
 
     def steps(self, count: int) -> torch.Tensor:
@@ -239,8 +249,9 @@ def test_resuming_the_noise_forgets_what_was_used_after_the_checkpoint() -> None
 def test_a_checkpoint_of_before_keys_were_remembered_is_held_against_its_seed() -> None:
     run = Seeded()
     run.steps(2)
-    old = run.optimizer.state_dict()
-    old[NOISE_STATE] = {"seed": 11, "draws": 2, "generator": old[NOISE_STATE]["generator"]}
+    old = run.optimizer.original_optimizer.state_dict()
+    del old["param_groups"][0][PRIVATE_RUN]
+    old[OLD_NOISE] = {"seed": 11, "draws": 2, "generator": run.optimizer.noise.generator.get_state()}
     with pytest.raises(UserError, match="would add its noise again"):
         Seeded().optimizer.load_state_dict(old)
     Seeded(seed=12).optimizer.load_state_dict(old)
@@ -272,7 +283,9 @@ def test_without_a_generator_a_checkpoint_holds_nothing_of_the_noise_and_does_no
     x, y = next(iter(loader))
     step(private, optimizer, x, y)
     weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-    assert set(saved) == {*optimizer.original_optimizer.state_dict(), HISTORY}
+    assert saved.keys() == torch.optim.SGD(model.parameters()).state_dict().keys()
+    run = json.loads(saved["param_groups"][0][PRIVATE_RUN])
+    assert run == {"history": [[1.0, 0.25, 1]], "bounds": [], "used": [], "generator": None}
     branches = []
     for _ in range(2):
         model = make_model()
@@ -292,3 +305,66 @@ def test_a_private_optimizer_is_not_copied(duplicate) -> None:
         duplicate(optimizer)
     x, y = next(iter(loader))
     step(private, optimizer, x, y)
+
+
+# -- every way of saving and going on ----------------------------------------------------------------------------------
+
+WAYS = ("the optimizer", "the wrapped optimizer", "before make_private", "a checkpoint", "TrainingState")
+
+
+def go_on(way: str, run: Seeded, folder, *, resume: bool = False, **options) -> Seeded:
+    """Save a run in one way and load it into a new one."""
+    if way == "before make_private":
+        return Seeded(before=run.optimizer.original_optimizer.state_dict(), **options)
+    other = Seeded(**options)
+    if way == "the optimizer":
+        file = io.BytesIO()
+        torch.save(run.optimizer.state_dict(), file)
+        file.seek(0)
+        other.optimizer.load_state_dict(torch.load(file, weights_only=True), resume_noise=resume)
+    elif way == "the wrapped optimizer":
+        other.optimizer.resumes_noise = resume
+        other.optimizer.original_optimizer.load_state_dict(copy.deepcopy(run.optimizer.original_optimizer.state_dict()))
+    elif way == "a checkpoint":
+        other.load(run.save(), resume_noise=resume)
+    else:
+        dcp = torch.distributed.checkpoint
+        dcp.save({"run": TrainingState(run.model, run.optimizer, run.engine)}, checkpoint_id=folder)
+        state = TrainingState(other.model, other.optimizer, other.engine, resume_noise=resume)
+        dcp.load({"run": state}, checkpoint_id=folder)
+    other.model.load_state_dict(run.model.state_dict())
+    return other
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_saving_keeps_epsilon_the_bound_and_the_noise_that_was_used(way: str, tmp_path) -> None:
+    run = Seeded(clipping="adaptive")
+    run.steps(2)
+    with pytest.raises(UserError, match="would add its noise again"):
+        go_on(way, run, tmp_path / "same", clipping="adaptive")
+    other = go_on(way, run, tmp_path / "other", seed=12, clipping="adaptive")
+    assert other.engine.accountant.history == run.engine.accountant.history == [(1.0, 0.25, 2)]
+    assert other.optimizer.max_grad_norm == run.optimizer.max_grad_norm != 0.5
+    other.optimizer.noise.generator.manual_seed(11)
+    with pytest.raises(UserError, match=REPEATED):
+        other.steps(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "before make_private"])
+def test_every_way_of_saving_continues_the_noise_if_told_to(way: str, tmp_path) -> None:
+    run = Seeded()
+    run.steps(2)
+    other = go_on(way, run, tmp_path, resume=True)
+    assert torch.equal(other.steps(2), run.steps(2))
+    assert other.optimizer.noise.used.state() == run.optimizer.noise.used.state()
+
+
+def test_a_state_of_an_earlier_version_brings_its_privacy() -> None:
+    run = Seeded(seed=None)
+    old = run.optimizer.original_optimizer.state_dict()
+    del old["param_groups"][0][PRIVATE_RUN]
+    other = Seeded(seed=None)
+    other.optimizer.load_state_dict({**old, OLD_HISTORY: [(1.0, 0.25, 7)]})
+    assert other.engine.accountant.history == [(1.0, 0.25, 7)]

@@ -106,11 +106,11 @@ def test_a_state_without_a_history_is_warned_of():
     adam = torch.optim.Adam(model.parameters())
     F.cross_entropy(model(torch.randn(2, 8)), torch.tensor([0, 1])).backward()
     adam.step()
+    state = adam.state_dict()
     engine = PrivacyEngine()
     _, optimizer, _ = engine.make_private(
         module=model, optimizer=adam, data_loader=make_loader(), noise_multiplier=1.0, max_grad_norm=1.0
     )
-    state = adam.state_dict()
     with pytest.warns(UserWarning, match="holds no privacy history"):
         optimizer.load_state_dict(state)
 
