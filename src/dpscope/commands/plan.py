@@ -25,8 +25,8 @@ from dpscope.runner.planning import DEFAULT_METHODS
 
 # Settings of a step that a plan heeds.
 PLANNED_SETTINGS = (
-    *("dtype", "param_dtype", "checkpoint_blocks", "compile", "accumulate", "gpus", "parallel", "link_gbps"),
-    *("memory_budget", "optimizer", "seed"),
+    *("dtype", "param_dtype", "checkpoint_blocks", "compile", "cuda_graph", "accumulate", "gpus", "parallel"),
+    *("link_gbps", "memory_budget", "optimizer", "seed"),
 )
 
 

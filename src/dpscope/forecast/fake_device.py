@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -149,12 +149,13 @@ class FakeDevice:
         """True if a model has sent rows to experts by values, which are taken to choose evenly."""
         return self._mode.routes_rows
 
-    def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
-        """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
+    def put(self, tensor: Tensor, sizes: Mapping[int, int] | None = None) -> Tensor:
+        """Return a fake copy on the device of a tensor of the CPU. `sizes`: of its first dimension, to repeat it to.
 
         Integer values are kept, because ids and masks decide what some models do.
         """
-        shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
+        rows = (sizes or {}).get(len(tensor)) if tensor.dim() else None
+        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
         fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
         if not tensor.is_floating_point() and math.prod(shape) <= fake_values.LARGEST_VALUE:
             with _disable_current_modes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpscope.errors import UserError
+from dpscope.forecast.search import search_batch
 from dpscope.random_states import random_states_kept
 from dpscope.units import format_bytes
 
 MARGIN = 0.05
-MOST_TRIALS = 8
 # Tensors of a parameter's size that an optimizer makes in its first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 0}
 
@@ -77,22 +76,15 @@ def find_physical_batch(
     memory = memory or _cuda_memory(batch)
     states, sums = _states_to_come(optimizer), _trained_bytes(optimizer)  # sums: of gradients, between passes of a step
     allowed = int(memory.limit() * (1 - margin)) - states - sums
-    peaks: dict[int, int] = {}  # by batch
-    largest, failing = 0, most + 1
-    for _ in range(MOST_TRIALS):
-        size = _next_size(peaks, largest, failing, allowed)
-        if size <= largest:
-            break
+
+    def peak_of(size: int) -> int | None:
         with random_states_kept(list(_gpus_of(batch))):
             peak = _trial(step, batch, size, optimizer, memory)
-        fits = peak is not None and peak <= allowed
         took = "ran out of memory" if peak is None else f"took {format_bytes(peak)}"
         say(f"a batch of {size} {took}, and {format_bytes(allowed)} are allowed")
-        if peak is None or not fits:
-            failing = size
-        else:
-            largest = size
-            peaks[size] = peak
+        return None if peak is None or peak > allowed else peak
+
+    largest, _ = search_batch(peak_of, allowed, most)
     if not largest:
         raise UserError(
             "not even one sample fits into this GPU's memory: checkpoint blocks, train adapters, or use a larger card"
@@ -106,17 +98,6 @@ def find_physical_batch(
 
 def _gpus_of(batch: Any) -> set[torch.device]:
     return {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cuda}
-
-
-def _next_size(peaks: dict[int, int], largest: int, failing: int, allowed: int) -> int:
-    if len(peaks) < 2:
-        return min(max(1, 4 * largest), failing - 1) if failing > 4 * max(1, largest) else (largest + failing) // 2
-    low, high = sorted(peaks)[-2:]
-    slope = (peaks[high] - peaks[low]) / (high - low)
-    reached = math.inf if slope <= 0 else largest + (allowed - peaks[high]) / slope
-    if failing - largest <= max(1, largest // 50):
-        return largest
-    return int(reached) if largest < reached < failing else min(failing - 1, max(largest + 1, (largest + failing) // 2))
 
 
 def _trial(

@@ -137,6 +137,11 @@ def plan(
         )
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
+    if specs[0].cuda_graph:
+        raise UserError(
+            "a plan does not know what a CUDA graph holds beside the steps that still run eagerly: leave out "
+            "--cuda-graph here, and measure graphs with dpscope compare --cuda-graph off,on"
+        )
     asked = _with_passes(asked, specs[0])
     private = any(resolve_method(spec.method).private for spec in specs)
     if private and asked.hours is not None and asked.epsilon is None and asked.noise_multiplier is None:

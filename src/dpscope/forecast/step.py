@@ -74,9 +74,9 @@ def forecast_step(
     """
     if spec.simulate_world > 1:
         spec = replace(spec, gpus=spec.simulate_world, simulate_world=1)
-    small = build_workload(spec.workload, batch_size=min(SAMPLES, spec.batch_size), seq_len=spec.seq_len)
-    batch = small.batch(spec.seed, torch.device("cpu"))
-    require_batch_of(batch, min(SAMPLES, spec.batch_size))
+    samples = min(SAMPLES, spec.batch_size)
+    small = build_workload(spec.workload, batch_size=samples, seq_len=spec.seq_len)
+    batch = _of_samples(small.batch(spec.seed, torch.device("cpu")), samples)
     alone = spec.world_size == 1
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
@@ -89,7 +89,8 @@ def forecast_step(
             trainer = _trainer(spec, small)
             if not alone:  # a model that is sharded is whole where it is born, unless that is nowhere (meta)
                 device.allocator.begin_again(limit)
-            fake = tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)
+            sizes = {samples: spec.batch_size}
+            fake = tree_map_only(Tensor, lambda leaf: device.put(leaf, sizes), batch)
             batches = [fake] * min(spec.accumulate, MOST_PASSES)
             return _step(spec, card, device, trainer, batches, detailed, attributed)
     except (UserError, OutOfFakeMemory):
@@ -105,6 +106,17 @@ def forecast_step(
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _of_samples(batch: Batch, samples: int) -> Batch:
+    """Return so many samples of a batch, repeated if a workload makes batches of one size alone."""
+    sizes = {len(leaf) for leaf in tensors_of(batch) if leaf.dim()}
+    if len(sizes) == 1 and samples not in sizes and min(sizes):
+        batch = tree_map_only(
+            Tensor, lambda leaf: leaf[torch.arange(samples) % len(leaf)] if leaf.dim() else leaf, batch
+        )
+    require_batch_of(batch, samples)
+    return batch
 
 
 @contextmanager

@@ -160,6 +160,38 @@ def test_an_estimate_is_said_to_be_one():
     assert "Estimates: rows go to experts by their values" in describe_plan(found)
 
 
+def of_one_size(batch_size):
+    return workload_with(lambda: nn.Linear(4, 4), 16)
+
+
+def of_any_size(batch_size):
+    return workload_with(lambda: nn.Linear(4, 4), batch_size)
+
+
+def with_a_table(batch_size):
+    return dpscope.Workload(
+        model=lambda: nn.Linear(4, 4),
+        batch=lambda seed, device: {"x": torch.randn(batch_size, 4), "table": torch.zeros(16, 4)},
+        loss=lambda model, batch: (model(batch["x"]) @ batch["table"].T).sum(1),
+    )
+
+
+def test_a_workload_of_one_size_is_planned_at_others():
+    """Its samples are repeated. A table beside them is not."""
+    wish = {"methods": ["standard", "flash"], "card": "t4", "effects": False}
+    fixed = plan(of_one_size, **wish)["methods"]
+    assert fixed == plan(of_any_size, **wish)["methods"]
+    assert [row["batch_size"] for row in fixed] == [256, 256]
+    inputs = plan(with_a_table, **wish)["methods"][0]["step"]["components"]["inputs"]
+    assert inputs == 4 * (256 * 4 + 16 * 4)
+
+
+def test_steps_as_cuda_graphs_are_refused_in_a_sentence():
+    ended = run("--gpu", "t4", "--cuda-graph")
+    assert ended.exit_code == 2
+    assert "leave out --cuda-graph" in ended.output
+
+
 def test_the_smallest_card_is_found():
     found = plan(make_config("tiny", num_layers=1), methods=["standard"], batch_size=2, seq_len=16, effects=False)
     assert found["card"]["name"] == "t4"
