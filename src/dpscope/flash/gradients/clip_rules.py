@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
@@ -235,8 +236,13 @@ class PerGroup(ClipRule):
         self.bounds = [_bound(each) for each in max_grad_norm.values()]
 
     def bind(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.group_of(name)
+        used = {self.group_of(name) for name in names}
+        for unused in sorted(set(range(len(self.patterns))) - used):
+            warnings.warn(
+                f'no trained parameter is in the group "{self.patterns[unused]}" of clipping="per_group", whose bound '
+                "makes the noise larger: correct the pattern, or leave it out",
+                stacklevel=4,
+            )
 
     def group_of(self, name: str) -> int:
         for index, pattern in enumerate(self.patterns):

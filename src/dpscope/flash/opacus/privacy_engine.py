@@ -10,8 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -320,13 +319,13 @@ class PrivacyEngine(OpacusPrivacyEngine):
         saved run: see `DPFlashOptimizer.load_state_dict`. Steps that this engine has counted since still count.
         """
         spent = list(self.accountant.history)
-        if resume_noise:
-            if not isinstance(optimizer, DPFlashOptimizer):
-                raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
-            load_state_dict = partial(optimizer.load_state_dict, resume_noise=True)
-            optimizer = SimpleNamespace(load_state_dict=load_state_dict)
+        if resume_noise and not isinstance(optimizer, DPFlashOptimizer):
+            raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
         wrapped = isinstance(module, AbstractGradSampleModule)
-        with nullcontext() if wrapped else _accept_opacus_names(module):
+        with (
+            temporarily(optimizer, resumes_noise=True) if resume_noise else nullcontext(),
+            nullcontext() if wrapped else _accept_opacus_names(module),
+        ):
             checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
         self.accountant.history = continued(spent, self.accountant.history)
         used = checkpoint.pop(USED_NOISE_KEYS, None)

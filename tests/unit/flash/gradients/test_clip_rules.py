@@ -271,6 +271,12 @@ def test_wrong_bounds_are_a_sentence(clipping, bounds, sentence) -> None:
         make_private(model := make_model(), sgd(model), clipping=clipping, max_grad_norm=bounds)
 
 
+def test_a_pattern_that_matches_nothing_is_told() -> None:
+    """Its bound makes the noise larger, and what it was meant for is in another group."""
+    with pytest.warns(UserWarning, match=r'no trained parameter is in the group "\*nrom\*"'):
+        FlashEngine(make_model(), clipping=PerGroup({"*nrom*": 0.1, "*": 1.0}))
+
+
 def test_more_noise_than_the_count_can_pay_for_is_refused() -> None:
     with pytest.raises(UserError, match="larger unclipped_num_std"):
         Adaptive(1.0, unclipped_num_std=0.4).noise_multiplier(1.0)
