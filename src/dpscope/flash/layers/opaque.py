@@ -10,6 +10,8 @@ Whether its output for a batch is that for its samples one by one is what the se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, combinations, zip_longest
 from typing import Any
 
@@ -19,13 +21,14 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.contributions import Kept
-from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy
 from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.autograd_graph import without_hooks
 from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.random_states import cuda_devices, random_states_kept
 
@@ -72,15 +75,21 @@ class OpaqueTap(PerSampleTap):
         return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
     def _own_output(self, sample_call: SampleCall) -> list[Tensor] | None:
-        """Run the module on the batch, without gradients, at its first call of a kind: its dtypes and shapes count."""
+        """Run the module on the batch at its first call of a kind: its dtypes and shapes count."""
         kind = sample_call.kind()
         if kind in self.dtypes or dry_run.current() is not None or not sample_call.batch:
             return None
-        with torch.no_grad(), random_states_kept(cuda_devices(self.module)):
+        with self._trying():
             found, _, _ = sample_call.call({}, sample_call.leaves)
-        own = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        own = [leaf.detach() for leaf in found if isinstance(leaf, Tensor)]
         self.dtypes[kind] = [leaf.dtype for leaf in own]
         return own
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Run the module, which may take gradients itself, and leave nothing."""
+        with random_states_kept(cuda_devices(self.module)), OWN_GRADIENTS.taken(), without_hooks():
+            yield
 
     def _compare_shapes(self, output: Any, own: list[Tensor], batch: int) -> None:
         """Refuse rows that are not the samples. An output with one row is shared by all of them."""
@@ -98,10 +107,13 @@ class OpaqueTap(PerSampleTap):
         If nothing does, as in a module that draws random numbers, they are split; the self-test tells.
         """
         batch, mapped, by_loop = sample_call.batch, dict(sample_call.mapped), self.by_loop
-        rows = {parameter_key(key): each.detach().expand(batch, *each.shape) for key, each in whole.items()}
+        rows = {
+            parameter_key(key): each.detach().expand(batch, *each.shape).requires_grad_(each.requires_grad)
+            for key, each in whole.items()
+        }
         open_ones = sample_call.open_arguments()[:_MOST_OPEN]
         readings = chain.from_iterable(combinations(open_ones, count) for count in range(len(open_ones) + 1))
-        with torch.no_grad(), random_states_kept(cuda_devices(self.module)), WithoutDropout():
+        with self._trying(), WithoutDropout():
             own = [leaf for leaf in sample_call.call({}, sample_call.leaves)[0] if isinstance(leaf, Tensor)]
             for shared in readings:
                 sample_call.mapped = {index: dim for index, dim in mapped.items() if index not in shared}

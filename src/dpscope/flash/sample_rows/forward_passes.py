@@ -50,6 +50,9 @@ class SampledLayer(Sampled, Protocol):
     def admit(self, x: Tensor) -> None:
         """Raise if x has no batch dimension."""
 
+    def does_not_fit(self, reason: str) -> BaseException:
+        """Return the error to raise if the module cannot be tapped this way."""
+
 
 class WatchedBlocks(Protocol):
     """Checkpointed blocks that are noted in forward passes."""
@@ -108,12 +111,13 @@ class ForwardPasses:
         self.samples_tried = 0  # a number for the samples of a trial: another one for other samples
         self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
+        self._again = False  # whether the outermost of them is a checkpoint that runs again
         self._unknown: list[UnknownCall] = []  # of this forward
 
     @property
     def can_begin_again(self) -> bool:
         """True if the root's forward runs for the first time, and may run again with other taps."""
-        return self._depth > 0 and not self.runs_again()
+        return self._depth > 0 and not self._again
 
     @contextmanager
     def trial(self) -> Iterator[list[UnknownCall]]:
@@ -264,6 +268,7 @@ class ForwardPasses:
             begun = self._verification.begin(call) if outermost and not again else None
         if begun is not None and begun.verified:
             self._budget.begin_again(above)
+        self._again = again if outermost else self._again
         self._depth += 1
         try:
             # The checkpoints of what is called instead are not torch's: what their layers leave is held.
@@ -322,7 +327,7 @@ class ForwardPasses:
         """Check a layer's input if it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self.close_recorded()
         if torch._C._functorch.maybe_get_level(x) > 0:
-            raise UserError(
+            raise tap.does_not_fit(
                 f"{tap.name} was called inside a transform of torch.func (vmap, grad), where its samples cannot be "
                 "told; call it with the whole batch"
             )

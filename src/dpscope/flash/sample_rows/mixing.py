@@ -61,7 +61,6 @@ _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 class Mixing(TriedCall):
     """The questions about one call.
 
-    alone  gives a context in which the model runs without taps, and without other processes
     gates  parameters that are set to other values where they are zero
     """
 
@@ -75,8 +74,8 @@ class Mixing(TriedCall):
         in_any_dim: bool,
         shared: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(call, model, in_any_dim=in_any_dim, shared=shared)
-        self.alone, self.gates = alone, gates
+        super().__init__(call, model, alone, in_any_dim=in_any_dim, shared=shared)
+        self.gates = gates
         self._turn = 0  # of replaced samples
         self.is_random = False  # whether the model draws random numbers besides dropout's
         self.to_the_bit = False  # whether any difference counts
@@ -102,7 +101,7 @@ class Mixing(TriedCall):
     def _outputs(
         self, index: list[int] | None, seed: int | None, *, altered: bool = False, loud: int | None = None
     ) -> list[Tensor]:
-        output = self.run_on(index, self.alone(), seed=seed, altered=altered, loud=loud)
+        output = self.run_on(index, seed=seed, altered=altered, loud=loud)
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
         if not self.wide:
             self._numel = max(self._numel, sum(each.numel() for each in found))

@@ -27,7 +27,7 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import is_coarse
-from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
+from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Unclipped
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RootCall, TriedCall, given_like
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
@@ -95,7 +95,8 @@ class RowNorms:
     ) -> None:
         self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
         self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
-        self.untouched, self.may_repeat, self.devices = tried.untouched, tried.may_repeat, tried.devices
+        self.untouched, self.alone, self.devices = tried.untouched, tried.alone, tried.devices
+        self.may_repeat = tried.may_repeat
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows
@@ -168,6 +169,8 @@ class RowNorms:
         with self.untouched(), self.engine.state.trial(len(rows)):
             try:
                 self._forward(self.call.forward, rows)
+            except Unclipped:  # it takes gradients itself
+                return
             except UserError:
                 raise
             except (Exception, NotFollowed):

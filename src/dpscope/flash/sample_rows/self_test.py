@@ -119,7 +119,7 @@ class SelfTest(RowNorms):
     ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor | None]] | None:
         """Return outputs and gradients without taps; None if no output has a gradient."""
         versions = [parameter._version for parameter in parameters]
-        with self.untouched(), self.engine.without_taps():
+        with self.untouched(), self.alone():
             outputs, expected, left = self._ordinary(parameters)
             if [parameter._version for parameter in parameters] != versions:  # a forward that writes into them
                 outputs, expected, left = self._ordinary(parameters)
@@ -134,7 +134,7 @@ class SelfTest(RowNorms):
         kept = [tensor for tensor in left.tensors() if len(self.rows) not in tensor.shape]
         if not kept:
             return
-        with self.untouched(), self.engine.without_taps(), (again := LeftGraphs()):
+        with self.untouched(), self.alone(), (again := LeftGraphs()):
             again.mark(nodes_behind(self._forward(self.model.forward, (self.rows + 1) % self.call.batch)))
         others = again.tensors()
         for tensor in kept:
@@ -296,7 +296,7 @@ class SelfTest(RowNorms):
             return False
         runs = []
         for seed in (1, 2):
-            with self.untouched(), self.engine.without_taps(), torch.no_grad():
+            with self.untouched(), self.alone(), torch.no_grad():
                 seed_all(seed, self.devices)
                 args, kwargs = self._arguments(self.rows)
                 runs.append(tensors_in(self.model.forward(*args, **kwargs)))

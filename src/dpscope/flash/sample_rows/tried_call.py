@@ -44,7 +44,7 @@ class RootCall(NamedTuple):
 class TriedCall:
     """A call that the untouched model runs on chosen samples, with gradients as in training, of which nothing is left.
 
-    running     a context for each run
+    alone       gives a context in which the model runs without taps, and without other processes
     in_any_dim  whether an argument may have its samples in another dimension than the first
     shared      places of tensors, among the call's, that have as many rows as there are samples by chance
     """
@@ -53,11 +53,12 @@ class TriedCall:
         self,
         call: RootCall,
         model: nn.Module,
+        alone: Callable[[], AbstractContextManager[None]],
         *,
         in_any_dim: bool,
         shared: frozenset[int] = frozenset(),
     ) -> None:
-        self.model, self.devices = model, cuda_devices(model)
+        self.model, self.alone, self.devices = model, alone, cuda_devices(model)
         self.shared = shared
         self.in_any_dim = in_any_dim
         self.batch = call.batch
@@ -145,13 +146,12 @@ class TriedCall:
     def run_on(
         self,
         index: list[int] | None,
-        running: AbstractContextManager[None],
         *,
         altered: bool = False,
         loud: int | None = None,
         seed: int | None = None,
     ) -> Any:
-        """Run the model's forward on the samples `index` (None: all, in order), inside `running`; return its output.
+        """Run the model's forward on the samples `index` (None: all, in order); return its output.
 
         altered  on other values than theirs
         loud     which of these samples is multiplied by a large number
@@ -176,7 +176,7 @@ class TriedCall:
             args, kwargs = replace_leaves(self.call, lambda leaf: given_like(leaf, chosen(leaf)))
         if seed is not None:
             seed_all(seed, self.devices)
-        with running, torch.enable_grad(), warnings.catch_warnings(), eagerly():
+        with self.alone(), torch.enable_grad(), warnings.catch_warnings(), eagerly():
             warnings.simplefilter("ignore")
             return self.model.forward(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
+from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.mixing import Mixing
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Unclipped
@@ -368,8 +369,8 @@ class Verification:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Run the model without taps, and without other processes."""
-        with self._engine.without_taps(), self.locally():
+        """Run the model without taps, and without other processes. It may take gradients of its own."""
+        with self._engine.without_taps(), self.locally(), OWN_GRADIENTS.taken():
             yield
 
     def _judge_buffers(self, paths: list[str], call: RootCall) -> None:

@@ -130,7 +130,7 @@ def is_recording(ctx: Any) -> bool:
     if differentiated or (recording and ctx.generation != engine.state.generation):
         engine.state.check_graph(ctx.tap.name, ctx.generation)
         if differentiated:
-            raise UserError(
+            raise ctx.tap.does_not_fit(
                 "backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken"
             )
     return recording

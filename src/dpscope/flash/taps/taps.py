@@ -301,9 +301,9 @@ class LayerTap(TapOfSamples):
         return x, weight, bias
 
     def admit(self, x: Tensor) -> None:
-        """Raise UserError if x has no room for a batch dimension in front."""
+        """Raise an error if x has no room for a batch dimension in front: its samples may come one by one."""
         if x.dim() < self.min_dim:
-            raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
+            raise self.does_not_fit(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
     def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
         """Give the engine per-sample `gradients`, (B, ...), of parameter `index` of `names`.

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from dpscope.flash.torch_side.attributes import temporarily
+
 
 def in_backward() -> bool:
     """Return True during a backward pass. A forward in it is a checkpoint's rerun."""
@@ -135,6 +137,21 @@ def _hooks_taken() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
             if _top is None:
                 _entered.hooks.append(hooks)
+
+
+@contextmanager
+def saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Put hooks on what autograd saves inside the block, except while torch.func.grad runs, which refuses hooks."""
+    graph = torch.autograd.graph
+    disable = graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def without_ours(message: str) -> Iterator[None]:
+        with without_hooks(), disable(message):
+            yield
+
+    with saved_tensors_hooks(pack, unpack), temporarily(graph, disable_saved_tensors_hooks=without_ours):
+        yield
 
 
 def note_entries(manager: type[saved_tensors_hooks], entered: Entered) -> None:

@@ -8,27 +8,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+
+from dpscope.flash.torch_side.autograd_graph import saved_tensors_packed
 
 
 class _Mark:
     """Something that a graph holds, and that is gone when the graph is."""
 
 
-class LeftGraphs(saved_tensors_hooks):
+class LeftGraphs:
     """Context of a forward pass. What autograd saves in it is marked, and so is the graph of its outputs."""
 
     def __init__(self) -> None:
         self._mark: _Mark | None = _Mark()
         self._alive = weakref.ref(self._mark)
-        super().__init__(lambda tensor: (tensor.detach(), self._mark), lambda saved: saved[0])
+        self._packed = saved_tensors_packed(lambda tensor: (tensor.detach(), self._mark), lambda saved: saved[0])
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> LeftGraphs:
         self._first = _sequence_number()
-        super().__enter__()
+        self._packed.__enter__()
+        return self
 
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
+    def __exit__(self, *error: Any) -> None:
+        self._packed.__exit__(*error)
         self._last = _sequence_number()
 
     def mark(self, nodes: list[Any]) -> None:

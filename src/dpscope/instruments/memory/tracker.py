@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
+from dpscope.flash.torch_side.autograd_graph import saved_tensors_packed
 from dpscope.instruments import gradient_sums
 from dpscope.instruments.memory.record import (
     BEFORE_STEP,
@@ -69,7 +69,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self._paths.watching())
             stack.enter_context(listening(self._phase))
             stack.enter_context(_resizes_reported(self._resized))
-            stack.enter_context(_saved_tensors_packed(self._pack, _Saved.unpack))
+            stack.enter_context(saved_tensors_packed(self._pack, _Saved.unpack))
             stack.enter_context(self)
             self._mark()
             yield self.record
@@ -224,40 +224,6 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
-
-
-@contextmanager
-def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Put hooks on what autograd saves, except while torch.func.grad runs, which refuses hooks.
-
-    Opacus takes per-sample gradients that way for layers it has no rule for.
-    """
-    graph: Any = torch.autograd.graph
-    hooks, disable = saved_tensors_hooks(pack, unpack), graph.disable_saved_tensors_hooks
-    taken_out = False
-
-    @contextmanager
-    def without_ours(message: str) -> Iterator[None]:
-        nonlocal taken_out
-        if taken_out:  # a transform within a transform
-            with disable(message):
-                yield
-            return
-        hooks.__exit__()
-        taken_out = True
-        try:
-            with disable(message):
-                yield
-        finally:
-            taken_out = False
-            hooks.__enter__()
-
-    graph.disable_saved_tensors_hooks = without_ours
-    try:
-        with hooks:
-            yield
-    finally:
-        graph.disable_saved_tensors_hooks = disable
 
 
 @contextmanager
