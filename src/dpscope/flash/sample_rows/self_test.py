@@ -118,11 +118,8 @@ class SelfTest(RowNorms):
         self, parameters: list[nn.Parameter]
     ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor | None]] | None:
         """Return outputs and gradients without taps; None if no output has a gradient."""
-        versions = [parameter._version for parameter in parameters]
-        with self.untouched(), self.alone():
+        with self.untouched(), self.alone(), self.watched():
             outputs, expected, left = self._ordinary(parameters)
-            if [parameter._version for parameter in parameters] != versions:  # a forward that writes into them
-                outputs, expected, left = self._ordinary(parameters)
         self._refuse_left(left)
         return None if expected is None else (outputs, dict(zip(parameters, expected, strict=True)))
 

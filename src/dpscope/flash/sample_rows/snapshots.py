@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
+from dpscope.flash.torch_side.written_tensors import WrittenTensors
 from dpscope.random_states import RandomStates, cuda_devices
 
 _FIRST = 1024
@@ -36,10 +37,14 @@ class Buffers:
 
 
 class ModelSnapshot:
-    """Random states, buffers and attributes of a model as they are now, to be put back after runs of it."""
+    """Random states, buffers and attributes of a model as they are now, to be put back after runs of it.
+
+    So is what runs inside of `written` write to parameters.
+    """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self._attributes, self._buffers = ModuleState(model), Buffers(model)
+        self.written = WrittenTensors(model)
         self._random = RandomStates.now(devices)
         owned = [value for module in model.modules() for value in vars(module).values()]
         generators = {
@@ -54,6 +59,7 @@ class ModelSnapshot:
             yield
         finally:
             self._buffers.put_back()
+            self.written.put_back()
             self._random.put_back()
             for generator, state in self._own:
                 generator.set_state(state)

@@ -6,13 +6,14 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.flash.sample_rows.snapshots import ModelSnapshot
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
@@ -66,7 +67,8 @@ class TriedCall:
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
         self.wide = False  # whether it runs in float64
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
-        self._snapshot: ModelSnapshot | None = None
+        self.snapshot: ModelSnapshot | None = None
+        self._has_run = False
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     def untouched(self, *, attributes: bool = True) -> AbstractContextManager[None]:
@@ -74,8 +76,15 @@ class TriedCall:
 
         Without `attributes`, what modules keep stays.
         """
-        self._snapshot = self._snapshot or ModelSnapshot(self.model, self.devices)
-        return self._snapshot.kept(attributes=attributes)
+        self.snapshot = self.snapshot or ModelSnapshot(self.model, self.devices)
+        return self.snapshot.kept(attributes=attributes)
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Return a context for a run, which notes what the first one writes: all runs put it back."""
+        if self._has_run or self.snapshot is None or dry_run.current() is not None:
+            return nullcontext()
+        self._has_run = True
+        return self.snapshot.written
 
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
@@ -176,7 +185,7 @@ class TriedCall:
             args, kwargs = replace_leaves(self.call, lambda leaf: given_like(leaf, chosen(leaf)))
         if seed is not None:
             seed_all(seed, self.devices)
-        with self.alone(), torch.enable_grad(), warnings.catch_warnings(), eagerly():
+        with self.alone(), self.watched(), torch.enable_grad(), warnings.catch_warnings(), eagerly():
             warnings.simplefilter("ignore")
             return self.model.forward(*args, **kwargs)
 

@@ -281,6 +281,7 @@ class Verification:
                     self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
                     self._is_random = mixing.is_random
                 mixing.find_carried_state()
+                self._judge_written(mixing)
                 self._asked = asked
             else:
                 mixing = self._mixing(call)
@@ -320,6 +321,7 @@ class Verification:
                 self._shared = mixing.shared
                 if _is_larger(call, most):
                     mixing.compare_sizes()
+            self._judge_written(mixing)
             if whole:
                 mixing.find_carried_state()
                 self._self_test(call, self._test_of(call, mixing))
@@ -378,6 +380,18 @@ class Verification:
         seen = self._mixing(call).watch_with_others(lambda: self.buffers.values(paths)) if call.batch else []
         for index, path in enumerate(paths):
             self.buffers.judge(path, [values[index] for values in seen])
+
+    def _judge_written(self, mixing: Mixing) -> None:
+        """Refuse parameters, and buffers written through `.data`, that forward makes of the samples."""
+        if mixing.snapshot is None:
+            return
+        written, parameters = mixing.snapshot.written, {name for name, _ in self._model.named_parameters()}
+        names = [name for name in written.names() if name in parameters or self.buffers.watches(name)]
+        if set(names) <= self.buffers.independent:
+            return
+        seen = mixing.watch_with_others(lambda: written.values(names))
+        for name, *values in zip(names, *seen, strict=True):
+            self.buffers.judge(name, values)
 
     def _search_past_taps(self, output: Any) -> None:
         """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""

@@ -259,6 +259,9 @@ class BufferWatch:
             if buffer is not None and not buffer.is_inference()
         ]
 
+    def watches(self, path: str) -> bool:
+        return any(path == each for each, _, _ in self._places)
+
     def look(self) -> list[tuple[Tensor | None, int]]:
         buffers = [module._buffers.get(key) for _, module, key in self._places]
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
@@ -286,14 +289,15 @@ class BufferWatch:
         return [None if buffer is None else buffer.detach().clone() for buffer in map(buffers.get, paths)]
 
     def judge(self, path: str, values: list[Tensor | None]) -> None:
-        """Raise UserError if forward makes different `values` of a buffer from different samples."""
+        """Raise UserError if forward makes different `values` of a buffer or parameter from different samples."""
         first = values[0]
         if len(values) > 1 and all(v is not None and first is not None and _equal(first, v) for v in values):
             self.independent.add(path)
             return
+        kind = "buffer" if self.watches(path) else "parameter"
         raise UserError(
-            f"{path} is a buffer that forward computes from the samples: it would leave training without noise; put "
-            "its module into eval() mode, or leave the buffer out"
+            f"{path} is a {kind} that forward computes from the samples: it would leave training without noise; put "
+            "its module into eval() mode, or leave it out"
         )
 
 
