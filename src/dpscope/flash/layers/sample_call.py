@@ -19,7 +19,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dpscope.errors import UserError
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, renumbered
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
@@ -204,7 +204,9 @@ class SampleCall:
         )
 
     def _with(self, replacements: Any) -> list[Any]:
-        leaves = list(self.leaves)
+        """Return the arguments for one sample, of which `replacements` are its own."""
+        told = {self.batch: 1} if self.tap.engine.verification.told else {}
+        leaves = [renumbered(leaf, told) for leaf in self.leaves]
         for index, leaf in zip(self.mapped, replacements, strict=True):
             leaves[index] = leaf
         return leaves

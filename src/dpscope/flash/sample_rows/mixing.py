@@ -32,7 +32,7 @@ from dpscope.flash.sample_rows.proxy import NotFollowed
 from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import leaves_in, tensors_in
+from dpscope.flash.torch_side.arguments import leaves_in, tells, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.flash.torch_side.dry_run import read
@@ -110,8 +110,8 @@ class Mixing(TriedCall):
 
     # -- other samples -----------------------------------------------------------------------------------------------
 
-    def draw(self) -> None:
-        """Refuse samples that mix in any of several draws. Set `shared` to the reading that fits.
+    def draw(self, *, must_be_told: bool = False) -> None:
+        """Refuse samples that mix in any of several draws. Set `shared`, and `told`, to the reading that fits.
 
         If the model is not too large it is asked in float64, too, whether outputs depend on the number of samples.
         """
@@ -120,6 +120,21 @@ class Mixing(TriedCall):
                 f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
                 f"whether they mix. {PUT_BATCH_FIRST}"
             )
+        self.told = tells(self.call, self.batch)
+        try:
+            self._draw_reading()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as refusal:
+            if not self.told or must_be_told:
+                raise
+            self.told = False  # it is as large by chance
+            try:
+                self._draw_reading()
+            except RuntimeError:  # of another shape: it was told
+                raise refusal from None
+
+    def _draw_reading(self) -> None:
         self._in_turn = True
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))

@@ -96,7 +96,7 @@ class RowNorms:
         self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
         self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
         self.untouched, self.alone, self.devices = tried.untouched, tried.alone, tried.devices
-        self.watched, self.may_repeat = tried.watched, tried.may_repeat
+        self.watched, self.numbers, self.may_repeat = tried.watched, tried.numbers, tried.may_repeat
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows
@@ -227,7 +227,9 @@ class RowNorms:
             return given_like(leaf, leaf.clone()) if isinstance(leaf, Tensor) else leaf
 
         with torch.no_grad():
-            found: tuple[Any, Any] = replace_leaves((self.call.args, self.call.kwargs), chosen)
+            found: tuple[Any, Any] = replace_leaves(
+                (self.call.args, self.call.kwargs), chosen, numbers=self.numbers(len(rows))
+            )
         return found
 
     def _run(self, forward: Callable[..., Any], rows: Tensor | None = None) -> dict[OutputPlace, Tensor]:

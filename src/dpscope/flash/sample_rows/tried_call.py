@@ -65,6 +65,7 @@ class TriedCall:
         self.batch = call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
+        self.told = False  # whether a number among the arguments is that of the samples, where it is the same
         self.wide = False  # whether it runs in float64
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
         self.snapshot: ModelSnapshot | None = None
@@ -85,6 +86,10 @@ class TriedCall:
             return nullcontext()
         self._has_run = True
         return self.snapshot.written
+
+    def numbers(self, rows: int) -> dict[int, int]:
+        """Return what numbers among the arguments become if there are so many rows."""
+        return {self.batch: rows} if self.told else {}
 
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
@@ -182,7 +187,9 @@ class TriedCall:
             return leaf.double() if self.wide and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
         with torch.no_grad():
-            args, kwargs = replace_leaves(self.call, lambda leaf: given_like(leaf, chosen(leaf)))
+            args, kwargs = replace_leaves(
+                self.call, lambda leaf: given_like(leaf, chosen(leaf)), numbers=self.numbers(len(rows))
+            )
         if seed is not None:
             seed_all(seed, self.devices)
         with self.alone(), self.watched(), torch.enable_grad(), warnings.catch_warnings(), eagerly():

@@ -30,7 +30,7 @@ from dpscope.flash.sample_rows.self_test import SelfTest
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NUMBER, Leaf, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
@@ -65,6 +65,8 @@ class BegunPass(NamedTuple):
 class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
 
+    batch: int  # when it was verified
+    told: bool  # whether it is given the number of samples
     sizes: tuple[int, ...]  # the largest of which it was asked if they matter: see `_sizes_of`
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
@@ -107,6 +109,7 @@ class Verification:
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
+        self.told = False  # of the way: it is given the number of samples, as one of its arguments
         self._is_random = False  # of the way: the model draws random numbers besides dropout's
         self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
         self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
@@ -132,7 +135,8 @@ class Verification:
         training = tuple([module.training for module in self.options.modules])
         trained = tuple([parameter.requires_grad for parameter in self._parameters])
         shown = call.batch > 1  # one sample shows nothing of several
-        way = signature((call.args, call.kwargs)), training, trained, modes, shown
+        given = signature((call.args, call.kwargs), call.batch)
+        way = given, training, trained, modes, shown
         failure, verified = None, False
         if self._is_dry(call):
             if (run := dry_run.current()) is not None and run.verifies:
@@ -143,16 +147,19 @@ class Verification:
                 raise NotVerified("no call of this kind and size was verified, or its samples were all the same")
             return BegunPass(call, way, self.buffers.look(), None, mixed=self._verified[way].mixed)
         changed = self.options.has_changed() and not self.schedule.paused  # instruments register hooks
-        if changed or way not in self._verified:
+        known = self._verified.get(way)
+        # a number was as large as the batch, by chance as it seemed, and has changed with it
+        is_told = known is not None and not known.told and known.batch != call.batch and NUMBER in given
+        if changed or is_told or known is None:
             if changed:
                 self._meet_new_modules()
             self._begin_way()
             if call.batch:
-                failure, verified = self._verify(call, way), True
+                failure, verified = self._verify(call, way, must_be_told=is_told), True
                 if self._mixing(call).has_different_samples():
                     self._remember(way, call)
         else:
-            known = self._verified[way]
+            self.told = known.told
             _refuse_other_values(known.given, call)
             # it may mix many samples, and not few, or samples of many positions
             grown = _is_larger(call, known.sizes, 2) and not self.schedule.paused
@@ -250,7 +257,8 @@ class Verification:
         }
         now = _sizes_of(call)
         sizes = tuple(map(max, now, before)) if len(now) == len(before) else now
-        return _Reading(sizes, self._shared, given, self._output_dims, self._mixed, self._is_random)
+        dims, mixed = self._output_dims, self._mixed
+        return _Reading(call.batch, self.told, sizes, self._shared, given, dims, mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -266,7 +274,7 @@ class Verification:
                 stacklevel=2,
             )
 
-    def _verify(self, call: RootCall, way: object) -> Exception | None:
+    def _verify(self, call: RootCall, way: object, *, must_be_told: bool = False) -> Exception | None:
         """Verify the call; return the error that kept it from being run, if there was one.
 
         If the pass begins again with other taps, the untouched model is not asked again.
@@ -275,9 +283,11 @@ class Verification:
         try:
             if asked != self._asked:
                 self._shared, self._output_dims, self._mixed, self.doubt = frozenset(), None, frozenset(), ""
+                self.told = False
                 mixing, test = self._mixing(call), None
                 if call.batch > 1:
-                    self._draw(mixing, call)
+                    self._draw(mixing, call, must_be_told=must_be_told)
+                    self.told = mixing.told
                     self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
                     self._is_random = mixing.is_random
                 mixing.find_carried_state()
@@ -301,10 +311,10 @@ class Verification:
             return error
         return None
 
-    def _draw(self, mixing: Mixing, call: RootCall) -> None:
+    def _draw(self, mixing: Mixing, call: RootCall, *, must_be_told: bool) -> None:
         """Refuse samples that mix. A tap may know why a module mixes them: then its refusal is the one to read."""
         try:
-            mixing.draw()
+            mixing.draw(must_be_told=must_be_told)
         except UserError:
             with self._engine.forwards.trial(), self.locally():
                 self._test_of(call, mixing).try_other_samples()
@@ -366,6 +376,7 @@ class Verification:
     def _mixing(self, call: RootCall) -> Mixing:
         gates = [] if self._ranks.gathers_weights else self._engine.trained().values()
         found = Mixing(call, self._model, self._alone, gates=gates, in_any_dim=self._in_any_dim, shared=self._shared)
+        found.told = self.told
         found.may_repeat = bool(self.followed)  # operators are told apart by their numbers of rows
         return found
 

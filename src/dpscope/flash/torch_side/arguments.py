@@ -26,6 +26,9 @@ _TELLING = (type(None), Number, str, bytes, range, slice, torch.device, torch.dt
 _PLAIN = (*_TELLING, torch.Generator, torch.Size)
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
+NUMBER = "number", "of samples"
+"""In a signature: a number as large as that of the samples."""
+
 Leaf = Tensor | PackedSequence
 ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
@@ -52,12 +55,28 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in _walk(value, set()) if isinstance(leaf, Tensor)]
 
 
-def signature(value: Any) -> Hashable:
+def signature(value: Any, samples: int | None = None) -> tuple[Hashable, ...]:
     """Return a key that is equal for calls that take the same way through a forward.
 
-    It has types, dimensions, numbers and options, and which tensors require a gradient, but no sizes of tensors.
+    It has types, dimensions, numbers other than that of `samples`, options, and which tensors require a gradient, but
+    no sizes of tensors.
     """
-    return tuple(_describe(leaf) for leaf in _walk(value, set()))
+    return tuple(NUMBER if type(leaf) is int and leaf == samples else _describe(leaf) for leaf in _walk(value, set()))
+
+
+def tells(value: Any, samples: int) -> bool:
+    """Return whether the number of samples is among the arguments: what is told it, or happens to be as large."""
+    return any(renumbered(leaf, {samples: 0}) is not leaf for leaf in _walk(value, set()))
+
+
+def renumbered(leaf: Any, numbers: Mapping[int, int]) -> Any:
+    """Return another number, or tensor without a dimension, for one that `numbers` names."""
+    if type(leaf) is int:
+        return numbers.get(leaf, leaf)
+    if numbers and type(leaf) is Tensor and not leaf.dim() and leaf.dtype == torch.int64 and leaf.device.type == "cpu":
+        number = int(leaf)
+        return torch.full_like(leaf, numbers[number]) if number in numbers else leaf
+    return leaf
 
 
 def sizes_of(value: Any) -> Hashable:
@@ -81,9 +100,14 @@ def take(leaf: Leaf, index: Tensor, dim: int) -> Leaf:
 
 
 def replace_leaves(
-    value: Any, change: Callable[[Leaf], Leaf], copies: dict[int, Any] | None = None, *, scalars: bool = False
+    value: Any,
+    change: Callable[[Leaf], Leaf],
+    copies: dict[int, Any] | None = None,
+    *,
+    scalars: bool = False,
+    numbers: Mapping[int, int] = {},
 ) -> Any:
-    """Copy `value` with every leaf changed, and tensors without a dimension if `scalars`.
+    """Copy `value` with every leaf changed, tensors without a dimension if `scalars`, and `numbers` by others.
 
     Containers are copied, too, which protects the caller's from writes.
     """
@@ -94,15 +118,15 @@ def replace_leaves(
         copies[id(value)] = changed = change(value)
         return changed
     if isinstance(value, Tensor):
-        return value.clone()
+        return renumbered(value, numbers).clone()
     if isinstance(value, (*_PLAIN, *_CLOSED)) or not (children := _children(value)):
-        return value
+        return renumbered(value, numbers)
     if isinstance(value, (tuple, set, frozenset)):
-        items = [replace_leaves(child, change, copies, scalars=scalars) for _, child in children]
+        items = [replace_leaves(child, change, copies, scalars=scalars, numbers=numbers) for _, child in children]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copies[id(value)] = clone = copy.copy(value)
     for key, child in children:
-        new = replace_leaves(child, change, copies, scalars=scalars)
+        new = replace_leaves(child, change, copies, scalars=scalars, numbers=numbers)
         if isinstance(value, (list, Mapping)):
             clone[key] = new
         else:

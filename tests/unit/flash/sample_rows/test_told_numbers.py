@@ -1,0 +1,90 @@
+"""A model may be told how many samples it is given; a number that is as large by chance stays what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_agrees, private_step, reference
+
+
+class Told(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.last, self.use = nn.Linear(6, 6), nn.Linear(6, 2), use
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x, number):
+        return self.use(self, x, number)
+
+
+def viewed(model, x, number):
+    h = model.first(x.reshape(number * 5, 6)).tanh() * model.scale
+    return model.last(h.view(number, 5, 6).mean(1))
+
+
+def expanded(model, x, number):
+    return model.last((model.first(x).tanh() * model.scale.expand(number, 1, -1)).mean(1))
+
+
+def one_by_one(model, x, number):
+    rows = [model.first(x[b]).tanh().mean(0) * model.scale for b in range(int(number))]
+    return model.last(torch.stack(rows).view(number, -1))
+
+
+def of_the_first(model, x, number):
+    """Reads so many positions, whatever the number of samples is."""
+    return model.last((model.first(x[:, :number]).tanh() * model.scale).mean(1))
+
+
+def divided(model, x, number):
+    return of_the_first(model, x, 5) / number
+
+
+def viewed_and_divided(model, x, number):
+    return viewed(model, x, number) / number
+
+
+def losses(number):
+    return lambda model, batch: model(batch["x"], number(batch["x"])).sin().mean(1)
+
+
+SAMPLES = {"int": len, "tensor": lambda x: torch.tensor(len(x))}
+
+
+@pytest.mark.parametrize("number", SAMPLES)
+@pytest.mark.parametrize("use", [viewed, expanded, one_by_one])
+def test_a_model_that_is_told_the_number_of_samples_is_exact(use, number):
+    assert_steps_are_exact(Told(use), losses(SAMPLES[number]))
+
+
+def test_a_number_that_is_as_large_as_the_batch_by_chance_stays():
+    assert_steps_are_exact(Told(of_the_first), losses(lambda x: 4))
+
+
+def assert_steps_are_exact(model, losses):
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for size in (4, 5, 4, 1):
+            batch = {"x": torch.randn(size, 5, 6)}
+            with engine.without_taps():
+                truth, engine.max_grad_norm = reference(model, batch, losses)
+            engine.zero_grad()
+            private_step(engine, batch, losses)
+            with engine.without_taps():
+                assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
+
+
+def test_a_division_by_the_number_that_a_model_is_told_is_refused_once_it_changes():
+    with FlashEngine(Told(divided), max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.randn(4, 5, 6)}, losses(len))
+        with pytest.raises(UserError, match="depends on how many samples"):
+            private_step(engine, {"x": torch.randn(5, 5, 6)}, losses(len))
+
+
+def test_a_division_by_a_number_that_must_be_that_of_samples_is_refused_in_the_first_step():
+    refused = pytest.raises(UserError, match="depends on how many samples")
+    with FlashEngine(Told(viewed_and_divided), max_grad_norm=1.0) as engine, refused:
+        private_step(engine, {"x": torch.randn(4, 5, 6)}, losses(len))
