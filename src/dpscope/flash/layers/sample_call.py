@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dpscope.errors import UserError
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, renumbered
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, renumbered, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
@@ -89,14 +90,15 @@ class SampleCall:
         self.names: list[str] = []  # of the argument each leaf belongs to
         names = _argument_names(tap.original, args, kwargs)
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
-            leaves, spec = pytree.tree_flatten(value)
+            leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
             self.leaves += [leaf.samples(tap.module) if isinstance(leaf, Proxy) else leaf for leaf in leaves]
             self.specs.append(spec)
             self.names += [name] * len(leaves)
         self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)
+        self.packed = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, PackedSequence)]
         self.mapped: dict[int, int] = {}  # leaf -> dimension of samples
         self.expanded: set[int] = set()  # leaves that had one row for all samples
-        main = True
+        main = not self.packed
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, main)
@@ -112,7 +114,7 @@ class SampleCall:
 
     def is_shared(self) -> bool:
         """Return whether all arguments are shared by the samples."""
-        return self.batch != 1 and self.expanded >= self.mapped.keys()
+        return self.batch != 1 and not self.packed and self.expanded >= self.mapped.keys()
 
     def kind(self) -> Any:
         """Return a key of everything that output dtypes and the treatment of arguments may depend on."""
@@ -219,6 +221,9 @@ class SampleCall:
         """Run all samples, by vmap or one by one. `commit` writes the state that all of them left to the module."""
         if self.batch == 0:
             return self.on_empty_batch(expanded)
+        if self.packed and not self.tap.by_loop:
+            self.tap.by_loop = True
+            self.tap.describe("a loop over samples, for they are packed")
         if not self.tap.by_loop:
             try:
                 return self.by_vmap(expanded, commit=commit)
@@ -274,7 +279,10 @@ class SampleCall:
         with _Semantics():
             for b in range(self.batch):
                 parameters = {key: values[b] for key, values in split.items()}
-                found, spec, changes = self.call(parameters, self._with(chunks[b] for chunks in inputs))
+                given = self._with(chunks[b] for chunks in inputs)
+                for index in self.packed:
+                    given[index] = take(given[index], torch.tensor([b]), 0)
+                found, spec, changes = self.call(parameters, given)
                 answers.append(found)
                 left.append(changes)
         remains = Remains(self.tap.module, self.tap.name)

@@ -275,6 +275,12 @@ class ForwardPasses:
             watched = not again and instead is None
             with self.blocks.watching() if self.blocks is not None and watched else nullcontext():
                 output = (instead or forward)(*args, **kwargs)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            if begun is not None and begun.failure is not None:
+                self._verification.refuse_failed(call, begun.failure, self._first_misfit)
+            raise
         finally:
             self._depth -= 1
             unknown = self._unknown

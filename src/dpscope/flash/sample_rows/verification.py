@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -196,10 +196,7 @@ class Verification:
         if changed:
             self._judge_buffers(changed, begun.call)
         if begun.failure is not None:
-            raise UserError(
-                f"the model's forward ran, but could not be run again to verify it ({begun.failure}): its samples may "
-                "mix. A forward must give the same when it is called again with the same arguments"
-            ) from begun.failure
+            _refuse_unverified(begun.failure)
         self.settle(unknown, begun.call)
         if begun.mixed:
             self._forbid_training_on(begun.mixed, output, begun.call.batch)
@@ -208,6 +205,18 @@ class Verification:
             if len(self._searched) >= MOST_WAYS:
                 self._searched.clear()
             self._searched.add(begun.way)
+
+    def refuse_failed(self, call: RootCall, failure: Exception, misfit: str) -> None:
+        """Refuse a pass that fails with taps, and could not be verified, if the untouched model can do it."""
+        mixing = self._mixing(call)
+        with mixing.untouched():
+            try:
+                mixing.run_on(None)
+            except Exception:  # a mistake of the user's, or torch's own error
+                return
+        if misfit:
+            raise UserError(misfit) from failure
+        _refuse_unverified(failure)
 
     def settle(self, unknown: list[UnknownCall], call: RootCall) -> None:
         """Verify a pass again that reached layers in ways that its verification did not reach."""
@@ -417,6 +426,13 @@ class Verification:
         modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
         if modules:
             raise NotFollowed(modules, reason)
+
+
+def _refuse_unverified(failure: Exception) -> NoReturn:
+    raise UserError(
+        f"the model's forward ran, but could not be run again to verify it ({failure}): its samples may mix. A forward "
+        "must give the same when it is called again with the same arguments, and take a part of their rows"
+    ) from failure
 
 
 def _sizes_of(call: RootCall) -> tuple[int, ...]:

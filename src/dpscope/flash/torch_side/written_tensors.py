@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +31,8 @@ class WrittenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        # max_norm scales a frozen table's rows as they are looked up, whoever looks; that of a trained one is refused.
+        if schema is not None and schema.is_mutable and func is not torch.ops.aten.embedding_renorm_.default:
             for tensor in _written(schema, args, kwargs):
                 for place in self._places.get(tensor.untyped_storage().data_ptr(), ()):
                     self._before.setdefault(place, self._known[place][2].clone())
@@ -47,7 +49,7 @@ class WrittenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def names(self) -> list[str]:
         """Return the names of what was written."""
-        return [self._known[place][0] for place in self._before]
+        return [name for place, (name, _, _) in enumerate(self._known) if place in self._before]
 
     def values(self, names: list[str]) -> list[Tensor]:
         """Return what these hold now, copied."""

@@ -282,7 +282,7 @@ def test_a_buffer_made_of_the_only_sample_is_refused_by_name():
     assert_refused(Counting(of_samples=True), torch.randn(1, D), "^calls is a buffer")
 
 
-def test_a_layer_inside_vmap_is_refused_by_name():
+def test_a_layer_inside_vmap_over_positions_is_exact():
     class Mapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -291,7 +291,7 @@ def test_a_layer_inside_vmap_is_refused_by_name():
         def forward(self, x: Tensor) -> Tensor:
             return torch.func.vmap(self.layer, in_dims=1, out_dims=1)(x)
 
-    assert_refused(Mapped(), torch.randn(B, T, D), "^layer was called inside a transform")
+    assert_exact(Mapped(), {"x": torch.randn(B, T, D)}, sine_losses)
 
 
 def test_a_scripted_module_is_refused_by_name():
