@@ -130,6 +130,14 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|std::bad_alloc|Cannot allocate memory|MemoryError"
     r"|Storage size calculation overflowed"
 )
+_OUT_OF_GPU_MEMORY = re.compile("CUDA out of memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not loaded
+        return True
+    return any(said.search(str(error)) for said in (_OUT_OF_GPU_MEMORY, _OUT_OF_MEMORY))
 
 
 def outcome_of_exception(error: BaseException) -> tuple[str, str]:

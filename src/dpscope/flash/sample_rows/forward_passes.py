@@ -19,7 +19,7 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.memory_budget import MemoryBudget
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy, Sampled
+from dpscope.flash.sample_rows.proxy import NotFollowed, Proxy, RanOutOfMemory, Sampled
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.sample_rows.verification import UnknownCall, Verification
 from dpscope.flash.step.step_state import CLOSED, StepState
@@ -264,7 +264,7 @@ class ForwardPasses:
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         forward, args, kwargs, _, instead = call
         above = self._budget.above
-        with without_hooks():
+        with self._verifying():
             begun = self._verification.begin(call) if outermost and not again else None
         if begun is not None and begun.verified:
             self._budget.begin_again(above)
@@ -286,12 +286,21 @@ class ForwardPasses:
             unknown = self._unknown
             if outermost:
                 self._unknown = []
-        with without_hooks():
+        with self._verifying():
             if begun is not None:
                 self._verification.end(begun, unknown, output)
             elif outermost:
                 self._verification.settle(unknown, call)
         return output
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        """Hide verification from hooks on saved tensors. If memory runs out in it, that is the error."""
+        try:
+            with without_hooks():
+                yield
+        except RanOutOfMemory as end:
+            raise end.error from None
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward with proxies in its output replaced by ordinary tensors."""

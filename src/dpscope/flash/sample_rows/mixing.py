@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpscope.endings import lacks_memory
 from dpscope.errors import UserError
 from dpscope.flash.sample_rows.comparison import (
     any_apart,
@@ -28,7 +29,7 @@ from dpscope.flash.sample_rows.comparison import (
     largest,
     no_part_depends_on_both,
 )
-from dpscope.flash.sample_rows.proxy import NotFollowed
+from dpscope.flash.sample_rows.proxy import NotFollowed, RanOutOfMemory
 from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
@@ -123,8 +124,6 @@ class Mixing(TriedCall):
         self.told = tells(self.call, self.batch)
         try:
             self._draw_reading()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as refusal:
             if not self.told or must_be_told:
                 raise
@@ -188,6 +187,12 @@ class Mixing(TriedCall):
                 return
             if isinstance(answer, UserError):
                 raise answer
+            if answer is not None and lacks_memory(answer):
+                try:
+                    again()
+                except UserError:  # or it is rounding, which cannot be told
+                    raise RanOutOfMemory(answer) from None
+                return
         again()
 
     def _is_the_same_in_float64(self) -> bool:
@@ -217,12 +222,16 @@ class Mixing(TriedCall):
             return TypeError("nothing to ask in float64")
         free = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")  # without it, a CPU's process would be killed
         if free is not None and sum(8 * each.numel() for each in tensors if each.device.type == "cpu") > 512 * free:
-            return MemoryError("copies in float64 would take more than half of the memory that is free")
+            return MemoryError(
+                "copies in float64, to tell mixing from rounding, take more than half of the free memory"
+            )
         outer, self.wide = self.alone, True
         self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
         try:
             with in_float64(tensors):
                 question()
+        except RanOutOfMemory as end:
+            return end.error
         except Exception as error:
             return error
         finally:
@@ -250,8 +259,6 @@ class Mixing(TriedCall):
                     further()
                     self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
                     return
-                except torch.OutOfMemoryError:
-                    raise
                 except Exception as error:
                     refusals.append(error)
             if isinstance(refusals[0], UserError):  # it ran, and samples mix; otherwise rows were of no sample
@@ -273,8 +280,6 @@ class Mixing(TriedCall):
                 with self.untouched(attributes=False):
                     self._outputs(self._shifted(rows), None, altered=True)
                 after = self._outputs(rows, None)
-        except torch.OutOfMemoryError:
-            raise
         except (Exception, NotFollowed):
             if not self._sizes:  # the first run, which found the model as it is
                 raise
@@ -297,7 +302,7 @@ class Mixing(TriedCall):
             with opened_gates(self.gates) if number else nullcontext():
                 try:
                     self._compare_rows(order, seed)
-                except (UserError, NotFollowed, torch.OutOfMemoryError):
+                except (UserError, NotFollowed):
                     raise
                 except Exception:  # a model that asks for samples in a given order, say sorted by length
                     self.across = None
@@ -411,8 +416,6 @@ class Mixing(TriedCall):
                 with self.untouched(), WithoutDropout():
                     few = self._outputs([index[place] for place in places], 1)
                 break
-            except torch.OutOfMemoryError:
-                raise
             except (Exception, NotFollowed):
                 continue
         else:

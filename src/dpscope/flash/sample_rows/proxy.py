@@ -81,6 +81,14 @@ class NotFollowed(BaseException):
         self.strays = strays
 
 
+class RanOutOfMemory(BaseException):
+    """Memory ran out in a run of verification, which answers no question. `error` is what the run ended with."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Unclipped(UserError):
     """A parameter received an ordinary gradient, past all taps."""
 

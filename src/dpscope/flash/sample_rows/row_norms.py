@@ -207,16 +207,16 @@ class RowNorms:
 
     def _norms_of(self, place: OutputPlace, rows: Tensor) -> Tensor | None:
         """Return the norms of the samples' gradients of one output, (B,), over all parameters; None if it fails."""
-        with self.untouched(), self.engine.state.trial(len(rows)):
-            try:
+        try:
+            with self.untouched(), self.engine.state.trial(len(rows)):
                 output = self._run(self.call.forward, rows)[place]
                 gradients_of(_reduced(output), [])
-            except (UserError, torch.OutOfMemoryError):
-                raise
-            except Exception:  # a model that takes no single sample, say
-                return None
-            with self._closed(self.engine.state.take_recorded()) as micro:
-                return None if micro is None else micro.squared[0].sqrt().cpu()
+                with self._closed(self.engine.state.take_recorded()) as micro:
+                    return None if micro is None else micro.squared[0].sqrt().cpu()
+        except UserError:
+            raise
+        except Exception:  # a model that takes no single sample, say
+            return None
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,14 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dpscope.endings import lacks_memory
+from dpscope.flash.sample_rows.proxy import RanOutOfMemory
 from dpscope.flash.sample_rows.snapshots import ModelSnapshot
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
@@ -72,13 +74,20 @@ class TriedCall:
         self._has_run = False
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
-    def untouched(self, *, attributes: bool = True) -> AbstractContextManager[None]:
-        """Return a context after which the model, and all random states, are as they were before the first question.
+    @contextmanager
+    def untouched(self, *, attributes: bool = True) -> Iterator[None]:
+        """Leave the model, and all random states, as they were before the first question.
 
         Without `attributes`, what modules keep stays.
         """
         self.snapshot = self.snapshot or ModelSnapshot(self.model, self.devices)
-        return self.snapshot.kept(attributes=attributes)
+        try:
+            with self.snapshot.kept(attributes=attributes):
+                yield
+        except Exception as error:
+            if lacks_memory(error):
+                raise RanOutOfMemory(error) from error
+            raise
 
     def watched(self) -> AbstractContextManager[object]:
         """Return a context for a run, which notes what the first one writes: all runs put it back."""

@@ -228,7 +228,7 @@ class Verification:
         failure = None
         try:
             self._self_test(call, self._test_of(call, self._mixing(call)))
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except Exception as error:
             failure = error
@@ -312,7 +312,7 @@ class Verification:
         except NotFollowed:
             self._interrupted = test
             raise
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except Exception as error:
             if self.expanded:
@@ -344,7 +344,7 @@ class Verification:
             if whole:
                 mixing.find_carried_state()
                 self._self_test(call, self._test_of(call, mixing))
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except Exception as error:
             return error
@@ -370,7 +370,7 @@ class Verification:
                 raise
             except Unclipped as found:
                 raise test.stray([self._engine.trained()[found.name]]) from found
-            except (UserError, torch.OutOfMemoryError):
+            except UserError:
                 raise
             except Exception as error:
                 if not self.expanded and (refusal := _of_shared_rows(unknown, call.batch)) is not None:
