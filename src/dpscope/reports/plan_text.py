@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -64,12 +65,18 @@ def _sentence(row: PlanPart, card: PlanPart) -> str:
         privacy = row["privacy"]
         epsilon = privacy["epsilon"][privacy["accountant"]]
         sentence += (
-            f"; ε = {epsilon:.3g} at δ = {privacy['delta']:.1e} after {privacy['epochs']:.4g} epochs with σ = "
-            f"{privacy['noise_multiplier']:.4g}"
+            f"; ε = {_rounded_up(epsilon, 3)} at δ = {privacy['delta']:.3g} after {privacy['epochs']:.4g} epochs with "
+            f"σ = {_rounded_up(privacy['noise_multiplier'], 4)}"
         )
     if "hours" in row:
         sentence += f"; {_length(row)}" + (f", price {row['price']:.2f}" if "price" in row else "")
     return sentence + "."
+
+
+def _rounded_up(value: float, digits: int) -> str:
+    """Format a figure, never below its value: training with the noise shown spends no more than the epsilon shown."""
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
+    return f"{math.ceil(value / unit - 1e-6) * unit:.{digits}g}"
 
 
 def _length(row: PlanPart) -> str:
@@ -90,8 +97,8 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
     figures = [MISSING] * 3
     if privacy:
         figures = [
-            f"{privacy['noise_multiplier']:.4g}",
-            *(MISSING if each is None else f"{each:.4g}" for each in map(privacy["epsilon"].get, ("prv", "rdp"))),
+            MISSING if each is None else _rounded_up(each, 4)
+            for each in (privacy["noise_multiplier"], *map(privacy["epsilon"].get, ("prv", "rdp")))
         ]
     return (
         row["method"],

@@ -13,6 +13,7 @@ from torch import nn
 import dpscope
 from dpscope.cli import main
 from dpscope.errors import UserError
+from dpscope.forecast.accounting import epsilon_of
 from dpscope.forecast.cards import CARDS, Card
 from dpscope.forecast.fitting import largest_batch
 from dpscope.forecast.plan import plan
@@ -135,6 +136,18 @@ def test_a_page_can_be_read_on_a_narrow_screen(tmp_path):
     run("--gpu", "t4", "--html", str(page))
     assert 'name="viewport"' in page.read_text()
     assert "<div><table>" in page.read_text()  # which scrolls by itself
+
+
+def test_training_with_the_noise_that_is_shown_spends_no_more_than_the_epsilon_that_is_shown():
+    """A noise multiplier that was rounded down, as 0.47274 to 0.4727, spent more than was asked for."""
+    wish = {"methods": ["flash"], "card": "t4", "seq_len": 16, "samples": 5000, "logical_batch": 100, "effects": False}
+    for epsilon in (1.0, 3.0, 8.0):
+        found = plan(make_config("tiny", num_layers=1), epsilon=epsilon, epochs=2, accountant="rdp", **wish)
+        shown = next(line for line in describe_plan(found).splitlines() if line.startswith("flash  ")).split("  ")
+        noise, _, spent = [cell for cell in shown if cell][6:9]
+        private = found["methods"][0]["privacy"]
+        taken = epsilon_of(float(noise), private["sample_rate"], private["steps"], private["delta"], "rdp")
+        assert taken <= min(epsilon, float(spent))
 
 
 def test_what_does_not_fit_says_what_it_needs(monkeypatch):
