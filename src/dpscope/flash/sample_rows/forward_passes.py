@@ -272,7 +272,7 @@ class ForwardPasses:
         self._depth += 1
         try:
             # The checkpoints of what is called instead are not torch's: what their layers leave is held.
-            watched = not again and instead is None
+            watched = outermost and not again and instead is None
             with self.blocks.watching() if self.blocks is not None and watched else nullcontext():
                 output = (instead or forward)(*args, **kwargs)
         except (UserError, torch.OutOfMemoryError):

@@ -197,9 +197,9 @@ class SelfTest(RowNorms):
 
         def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
             truth = gradients.pop(parameter)
-            nothing = parameter.new_zeros(())
-            truth = nothing if truth is None else truth
-            norms[parameter] = _norm(nothing if mine is None else mine, truth), _norm(truth)
+            truth = parameter.new_zeros(()) if truth is None else truth
+            size = _norm(truth)
+            norms[parameter] = size if mine is None else _norm(mine, truth), size
 
         with self._closed(recorded) as micro:
             del recorded

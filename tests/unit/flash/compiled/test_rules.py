@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine, run_oracle
 from dpscope.flash.gradients.clip_rules import CLIP_RULES
@@ -20,15 +21,20 @@ IDS = torch.tensor([3, 1, 3, 1, 1, 8])
 
 
 class Small(nn.Module):
-    """Positions and layers of several kinds. x: (B, T, 3)."""
+    """Positions and layers of several kinds, in a checkpoint if it is `checkpointed`. x: (B, T, 3)."""
+
+    checkpointed = False
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.norm, self.down = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)
 
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.up(x)).tanh()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x)).tanh())
+        return self.down(checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x))
 
 
 def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -56,3 +62,21 @@ def test_a_graph_s_layers_follow_the_rule(name: str, rows: dict[str, object]) ->
     torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-9, atol=0)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("budget", [None, "lean", 2**30])
+@pytest.mark.parametrize("name", ["flat", "per_layer"])
+def test_a_checkpoint_in_a_graph_follows_the_rule_under_every_budget(name: str, budget) -> None:
+    """The model is verified eagerly, where the block might run again: nothing of that reaches the step."""
+    model, x = Small().double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    model.checkpointed = True
+    truth = run_oracle(copy.deepcopy(model), x, one_loss(losses), max_grad_norm=0.3, clipping=name)
+    compiled = torch.compile(model, backend=Graphs())
+    with FlashEngine(compiled, max_grad_norm=0.3, clipping=name, memory_budget=budget) as engine:
+        for _ in range(3):
+            engine.zero_grad()
+            losses(compiled, x).mean().backward()
+            engine.finish()
+            torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-9, atol=0)
+            for key, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=key)

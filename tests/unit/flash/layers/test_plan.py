@@ -117,3 +117,28 @@ def test_a_registered_layer_is_run_by_its_handler(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), Shift(), nn.Tanh())
     engine = assert_exact(model, {"x": torch.randn(4, 5, 3)}, lambda m, batch: m(batch["x"]).sum((1, 2)))
     assert "opaque" not in {row.kind for row in engine.explain()}
+
+
+def test_a_handler_that_forgets_a_parameter_is_found_and_the_module_is_run_in_another_way(monkeypatch):
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    class ForgetfulTap(LayerTap):
+        names = ("weight",)
+
+        def forward(self, ctx, x):
+            ctx.save_for_backward(self.parameters["weight"])
+            return self.original(x)
+
+        def backward(self, ctx, g):
+            return g @ ctx.saved_tensors[0].T
+
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    register_layer(Mix, ForgetfulTap)
+    model = nn.Sequential(nn.Linear(3, 3), Mix(), nn.Tanh())
+    assert_exact(model, {"x": torch.randn(4, 5, 3)}, lambda m, batch: m(batch["x"]).sum((1, 2)))
