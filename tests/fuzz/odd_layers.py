@@ -339,6 +339,52 @@ def _quantised(rng: random.Random, s: Sizes) -> nn.Module:
     return Block(lambda block, x: x + block.table(x.detach().abs().sum(-1).mul(3).long().clamp(max=8)), table=table)
 
 
+def _one_by_one(rng: random.Random, s: Sizes) -> nn.Module:
+    """Gives its layer one sample after the other."""
+    how = rng.choice(["rows", "slices", "pieces"])
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        if how == "rows":
+            return torch.stack([block.inner(row) for row in x])
+        return torch.cat([block.inner(piece) for piece in x.split(1 if how == "slices" else 2)])
+
+    return Block(run, inner=nn.Sequential(nn.Linear(s.width, s.width), nn.LayerNorm(s.width)))
+
+
+def _own_gradient(rng: random.Random, s: Sizes) -> nn.Module:
+    """Adds the gradient of an energy of its input."""
+    how = rng.choice(["autograd", "func", "detached"])
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        if how == "func":
+            return x + torch.func.grad(lambda v: block.inner(v).tanh().square().sum())(x)
+        given = x if x.requires_grad else x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = block.inner(given).tanh().square().sum()
+            (force,) = torch.autograd.grad(energy, given, create_graph=how == "autograd")
+        return x + (force if how == "autograd" else block.inner(x) * force)
+
+    return Block(run, inner=nn.Linear(s.width, s.width))
+
+
+def _writes(rng: random.Random, s: Sizes) -> nn.Module:
+    """Clips its own weights in forward."""
+    how = rng.choice(["no_grad", "data", "assigned"])
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        weight = block.inner.weight
+        if how == "no_grad":
+            with torch.no_grad():
+                weight.clamp_(-0.2, 0.2)
+        elif how == "data":
+            weight.data.clamp_(-0.2, 0.2)
+        else:
+            weight.data = weight.data.clamp(-0.2, 0.2)
+        return block.inner(x)
+
+    return Block(run, inner=nn.Linear(s.width, s.width))
+
+
 ODD_LAYERS: dict[str, Make] = {
     "forward, changed after": _forward_after,
     "forward, changed before": _forward_before,
@@ -365,4 +411,7 @@ ODD_LAYERS: dict[str, Make] = {
     "note": _note,
     "dropout": _dropout,
     "embedding subclass": _quantised,
+    "one by one": _one_by_one,
+    "own gradient": _own_gradient,
+    "writes its weights": _writes,
 }
