@@ -104,7 +104,8 @@ class RowNorms:
 
     def resume(self, call: RootCall, tried: TriedCall) -> None:
         """Go on with the same samples after the taps have changed."""
-        self.call, self.untouched = self.call._replace(forward=call.forward), tried.untouched
+        self.call = self.call._replace(forward=call.forward)
+        self.untouched, self.watched = tried.untouched, tried.watched
 
     # -- one sample replaced -------------------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ class RowNorms:
         """Run the model on these rows, or on others; return the outputs, and losses in attributes, with a gradient."""
         args, kwargs = self._arguments(self.rows if rows is None else rows)
         self.engine.forwards.samples_tried += rows is not None
-        with torch.enable_grad(), warnings.catch_warnings(), eagerly(), uncached_parametrizations():
+        with self.watched(), torch.enable_grad(), warnings.catch_warnings(), eagerly(), uncached_parametrizations():
             warnings.simplefilter("ignore")
             output = forward(*args, **kwargs)
         found: dict[OutputPlace, Tensor] = dict(enumerate(tensors_in(output)))

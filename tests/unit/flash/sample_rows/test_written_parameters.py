@@ -82,6 +82,30 @@ def copied_gradients(model, other):
     return model
 
 
+class Iterates(nn.Module):
+    """Takes a step of a power iteration, through .data, and divides a weight that it uses by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("u", torch.randn(6))
+
+    def forward(self, x):
+        weight = self.first.weight
+        v = nn.functional.normalize(weight.detach().T @ self.u, dim=0)
+        self.u.data.copy_(nn.functional.normalize(weight.detach() @ v, dim=0))
+        return self.last(nn.functional.linear(x, weight / (self.u @ weight @ v)))
+
+
+def test_what_is_written_is_put_back_though_a_weight_turns_out_to_be_used_by_hand():
+    model, batch = Iterates(), rows()
+    plain = copy.deepcopy(model)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, losses)
+    plain(batch["x"])
+    torch.testing.assert_close(model.u, plain.u)
+
+
 def average_into_parameter(model, x):
     model.scale.data.lerp_(x.mean(0), 0.1)
 
