@@ -270,7 +270,7 @@ def test_a_noise_source_repeats_itself_only_when_told_to() -> None:
 
 def test_a_noise_source_without_a_generator_has_no_state() -> None:
     source = NoiseSource()
-    assert source.state() is None
+    assert source.state() == {"used": [], "generator": None}
     with pytest.raises(UserError, match="noise_generator"):
         source.resume(NoiseSource(torch.Generator().manual_seed(1)).state())
 
