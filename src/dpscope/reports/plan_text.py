@@ -32,7 +32,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     parts = ["\n".join(verdict(plan)), _table([HEADINGS, *map(_cells, plan["methods"])])]
     parts += [_components(row) for row in plan["methods"] if row["batch_size"]][-1:]
     if plan["effects"]:
-        parts.append("\n".join(["What would change most:", *map(_effect, plan["effects"])]))
+        parts.append("\n".join(["What would change most:", *_effects(plan)]))
     parts.append("\n".join(notes(plan)))
     return "\n\n".join(part for part in parts if part)
 
@@ -131,11 +131,18 @@ def _components(row: PlanPart) -> str:
     return "\n".join([*lines, f"Peaks by batch: {peaks}."])
 
 
-def _effect(effect: PlanPart) -> str:
-    return (
-        f"  {effect['what']} ({effect['method']}): {format_ratio(effect['peak_ratio'])} the peak "
-        f"({format_bytes(effect['peak_bytes'])}), {format_ratio(effect['time_ratio'])} the time per sample"
-    )
+def _effects(plan: PlanPart) -> Iterator[str]:
+    """Yield a line for each change that does something else than those before it."""
+    said = set()
+    for effect in plan["effects"]:
+        peak, beyond = effect["peak_bytes"], effect["peak_bytes"] > plan["card"]["limit_bytes"]
+        figures = (
+            f"{format_ratio(effect['peak_ratio'])} the peak ({format_bytes(peak)}"
+            f"{', which does not fit' if beyond else ''}), {format_ratio(effect['time_ratio'])} the time per sample"
+        )
+        if figures not in said:
+            said.add(figures)
+            yield f"  {effect['what']} ({effect['method']}): {figures}"
 
 
 def notes(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -172,7 +179,7 @@ def plan_page(plan: Mapping[str, Any]) -> str:
 
     table = "\n".join([row(HEADINGS, "th"), *(row(_cells(each), "td") for each in plan["methods"])])
     lines = "".join(f"<p>{escape(line.strip())}</p>" for line in verdict(plan))
-    effects = "".join(f"<li>{escape(_effect(each).strip())}</li>" for each in plan["effects"])
+    effects = "".join(f"<li>{escape(each.strip())}</li>" for each in _effects(plan))
     effects = f"<h2>What would change most</h2>\n<ul>{effects}</ul>" if effects else ""
     details = "".join(f"<pre>{escape(_components(each))}</pre>" for each in plan["methods"] if each["batch_size"])
     said = "".join(f"<p>{escape(line)}</p>" for line in notes(plan))

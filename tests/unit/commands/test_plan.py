@@ -221,6 +221,11 @@ def test_what_does_not_fit_and_what_would_change_are_in_the_document(monkeypatch
     for document in (planned, too_large, probed):
         require_schema({"document": "dpscope.plan", "version": 1, **document})
     assert [effect["what"] for effect in planned["effects"]][:2] == ["twice the batch", "checkpointed blocks"]
+    assert "does not fit" not in describe_plan(planned)
+    first, *others = planned["effects"]
+    beyond = {**planned, "effects": [first, first, {**first, "peak_bytes": 2**50}, *others]}
+    assert describe_plan(beyond).count("twice the batch") == 2
+    assert describe_plan(beyond).count(", which does not fit") == 1
     assert not too_large["fits"]
 
 
