@@ -18,7 +18,7 @@ from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.units import format_bytes, format_ms
 from dpscope.vocabulary.components import component_named
 
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
 
@@ -38,11 +38,11 @@ def ancestor(name: str, depth: int) -> str:
 
 def pattern_of(name: str) -> str:
     """Return `blocks.*.up`: equal for layers that differ only in their numbers."""
-    return NUMBER.sub("*", name)
+    return _NUMBER.sub("*", name)
 
 
 def layer_numbers(name: str) -> list[int]:
-    return [int(number) for number in NUMBER.findall(name)]
+    return [int(number) for number in _NUMBER.findall(name)]
 
 
 def name_of_run(run: Sequence[str], pattern: str) -> str:
@@ -53,7 +53,7 @@ def name_of_run(run: Sequence[str], pattern: str) -> str:
     if pattern or sum(one != other for one, other in zip(first, last, strict=True)) > 1:
         return pattern or f"{run[0]} to {run[-1]}"
     ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
-    return NUMBER.sub(lambda _: next(ends), run[0])
+    return _NUMBER.sub(lambda _: next(ends), run[0])
 
 
 Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
