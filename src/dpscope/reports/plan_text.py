@@ -124,7 +124,7 @@ def _components(row: PlanPart) -> str:
     parts = {name: size for name, size in row["step"]["components"].items() if size}
     lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
     lines += [
-        f"  {_called(name):24}{format_bytes(size):>12}"
+        f"  {_called(name):22}{format_bytes(size):>10}"
         for name, size in sorted(parts.items(), key=lambda item: -item[1])
     ]
     peaks = ", ".join(f"{batch}: {format_bytes(peak)}" for batch, peak in row["peaks"].items())
