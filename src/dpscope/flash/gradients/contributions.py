@@ -16,7 +16,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -148,6 +148,12 @@ class Contribution:
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         """Return Σ_b scale_b v_b, added into `out` if given. A sample with scale 0 is left out, even if it has NaN."""
         return kept_sums([self.materialise()], scale, outs=[out])[0]
+
+    def clipped_sums(
+        self, parts: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+    ) -> list[Tensor]:
+        """Return the clipped sums of contributions that share this one's `launch_key`: see `scaled_sums`."""
+        raise NotImplementedError
 
 
 class Kept(Contribution):
@@ -339,23 +345,20 @@ class Outer(Saved):
         return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return outer_sums([self], scale, [out])[0]
+        return self.clipped_sums([self], scale, [out])[0]
 
-
-def outer_sums(
-    outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
-) -> list[Tensor]:
-    """Return the clipped sums of many products at once, each added into its `out` if given: see `scaled_sums`."""
-    first = outers[0]
-    dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
-    # A half-precision parameter's gradient cannot be added into by the product itself.
-    direct = [out if out is not None and out.dtype == dtype else None for out in outs]
-    gs, xs = [outer.g for outer in outers], [outer.first for outer in outers]
-    totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
-    return [
-        out.add_(total) if out is not None and out is not total else total
-        for out, total in zip(outs, totals, strict=True)
-    ]
+    def clipped_sums(
+        self, parts: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+    ) -> list[Tensor]:
+        dtype = wide(torch.promote_types(self.g.dtype, self.x.dtype))
+        # A half-precision parameter's gradient cannot be added into by the product itself.
+        direct = [out if out is not None and out.dtype == dtype else None for out in outs]
+        gs, xs = [part.g for part in parts], [part.first for part in parts]
+        totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
+        return [
+            out.add_(total) if out is not None and out is not total else total
+            for out, total in zip(outs, totals, strict=True)
+        ]
 
 
 # (g, ids, rows, no padding, not divided by counts): row ids_t of a table of zeros receives g_t.

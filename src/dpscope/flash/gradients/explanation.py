@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.benchmark import Timer
 
-from dpscope.flash.gradients.contributions import Outer, kept_products, outer_sums
+from dpscope.flash.gradients.contributions import Outer, kept_products
 from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Product, choose_path, in_microseconds
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
@@ -144,15 +144,15 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
     def gram() -> None:
         taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if in_tf32 else product
         gram_norms_squared([GramUnit(gs=(taken.g,), xs=(taken.x,), in_tf32=in_tf32)])
-        outer_sums([taken], scale, [None])
+        taken.clipped_sum(scale, None)
 
     def direct() -> None:
         product.norms_squared()
-        outer_sums([product], scale, [None])
+        product.clipped_sum(scale, None)
 
     def rank1() -> None:
         product.rank1_norms_squared()
-        outer_sums([product], scale, [None])
+        product.clipped_sum(scale, None)
 
     return {**({RANK1: rank1} if x.shape[1] == 1 else {}), GRAM: gram, DIRECT: direct, KEEP: keep}
 

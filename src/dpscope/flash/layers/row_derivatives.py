@@ -12,8 +12,8 @@ sample has a share in a step whose derivative was not this one. A weight that is
 any time; on a GPU, which nobody waits for, that is known a step or two later (`Verdict`).
 
 Jᵀ is the same for all samples, so Σ_b c_b Jᵀv_b = Jᵀ Σ_b c_b v_b, and ‖Jᵀv_b‖² follows from ‖v_bo‖² and Eᵀv_bo: the
-samples' gradients of w need not be made at all (`Derived`). The probes of all layers are pulled back together, when the
-first norm is asked for.
+samples' gradients of w need not be made at all (`Derived`). All derivatives are found when the first norm is asked for.
+the probes of many layers are pulled back together.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
 from dpscope.flash.gradients.paths import KEEP, Decision
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
+from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.layers.conv import Patches
 from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
-from dpscope.flash.torch_side.captures import own_capture
+from dpscope.flash.torch_side.captures import device_cache, own_capture
 
 PROBES = 3
 _ALL = slice(None)
@@ -85,18 +86,19 @@ class RowForm(NamedTuple):
         values.transpose(0, 1).baddbmm_(torch.bmm(along, self.inner.mT), self.basis)
         return values.view(v.shape)
 
-    def squares(self, products: Tensor) -> Tensor:
-        """Return ‖Jᵀv_bo‖², (B, O), from ‖v_bo‖² and Eᵀv_bo: (B, 3, O) float64.
 
-        Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is
-        all that is known of the first: it is taken to be at least `LEAST_OUTSIDE` of v, which only clips more.
-        """
-        squares, along = products[:, 0], products[:, 1:].transpose(1, 2)  # (B, O), (B, O, 2)
-        outside = torch.maximum(squares - along.square().sum(2), LEAST_OUTSIDE * squares)
-        scale = self.scale.double()
-        inner = self.inner.double() + scale.view(-1, 1, 1) * _identity(scale)
-        inside = torch.einsum("oij,boj->boi", inner, along).square().sum(2)
-        return scale.square() * outside + inside
+def squares_of(scale: Tensor, inner: Tensor, products: Tensor) -> Tensor:
+    """Return ‖Jᵀv_bo‖², (B, O), from ‖v_bo‖² and Eᵀv_bo: (B, 3, O) float64.
+
+    Jᵀv has two orthogonal parts, a (v - EEᵀv) and E (a + N) Eᵀv. Where little of v is outside of E, rounding is all
+    that is known of the first: it is taken to be at least `LEAST_OUTSIDE` of v, which only clips more.
+    """
+    squares, along = products[:, 0], products[:, 1:].transpose(1, 2)  # (B, O), (B, O, 2)
+    outside = torch.maximum(squares - along.square().sum(2), LEAST_OUTSIDE * squares)
+    scale = scale.double()
+    inner = inner.double() + scale.view(-1, 1, 1) * _identity(scale)
+    inside = torch.einsum("oij,boj->boi", inner, along).square().sum(2)
+    return scale.square() * outside + inside
 
 
 def _identity(like: Tensor) -> Tensor:
@@ -104,97 +106,101 @@ def _identity(like: Tensor) -> Tensor:
 
 
 def directions_of(w: Tensor) -> Tensor:
-    """Return (O, n): w_o less its mean, of length one; zeros where nothing is left. The constant vector is beside it.
+    """Return (O, n): w_o less its mean, of length √n; zeros where nothing is left. The vector of ones is beside it.
 
     One operator makes them, because there is one call for each layer.
     """
     flat = w.detach().flatten(1)
-    n = flat.shape[1]
-    return F.layer_norm(flat, (n,), eps=torch.finfo(flat.dtype).tiny).mul_(n**-0.5)
+    return F.layer_norm(flat, flat.shape[1:], eps=torch.finfo(flat.dtype).tiny)
 
 
-def row_forms(
-    qs: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor | None], directions: Sequence[Tensor]
-) -> list[EqualRows]:
-    """Return the forms of all weights, those with equally long rows together. No two q share a parameter."""
-    lengths: dict[int, list[int]] = {}
-    for at, direction in enumerate(directions):
-        lengths.setdefault(direction.shape[1], []).append(at)
-    most = max(sum(weights[at].numel() for at in places) for places in lengths.values())
-    noise = _random(PROBES * most, directions[0])
-    groups = [EqualRows(places, weights, directions, noise) for places in lengths.values()]
-    probes = dict(pair for group in groups for pair in group.probes_of(weights))
-    parameters = [*weights, *(gain for gain in gains if gain is not None)]
-    found = iter(_pulled(qs, parameters, [probes[at] for at in range(len(weights))]))
-    images = [next(found) for _ in weights]
-    of_gains = [None if gain is None else next(found) for gain in gains]
-    for group in groups:
-        group.measure(images, of_gains)
-    return groups
+class Weight(NamedTuple):
+    """A weight w, and q that is made of it and perhaps of a gain. A `Derived` is one, too, until its form is known."""
+
+    q: Tensor
+    w: Tensor
+    gain: Tensor | None
+    directions: Tensor
 
 
-class EqualRows:
-    """Weights whose rows are equally long, one after the other: R rows of n elements, in the order of `places`.
+class Rows:
+    """Weights whose rows are equally long, one after the other: R rows of n elements.
 
-    form: of all these rows, and `fits`, (R,): which have it. Both are known once they are measured.
+    form: of all these rows, and `fits`, (R,): which have it. `find_forms` sets both.
     """
 
     form: RowForm
     fits: Tensor
 
-    def __init__(
-        self, places: list[int], weights: Sequence[Tensor], directions: Sequence[Tensor], noise: Tensor
-    ) -> None:
-        self.places = places
-        self.sizes = [len(weights[at]) for at in places]
-        across = torch.cat([directions[at] for at in places])
-        self._basis = torch.stack([torch.full_like(across, across.shape[1] ** -0.5), across], 1)
-        self._probes = noise[: PROBES * across.numel()].view(PROBES, *across.shape).clone()
-        self._probes[:2].add_(self._basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self.weights = weights
+        self.sizes = [len(weight.w) for weight in weights]
+        across = torch.cat([weight.directions for weight in weights])
+        count, n = across.shape
+        self.basis = torch.stack([torch.ones_like(across), across], 1).mul_(n**-0.5)
+        self.probes = _random(PROBES, n, across.dtype, across.device) * _factors(count, across.dtype, across.device)
+        self.probes.frac_()[:2].add_(self.basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
 
-    def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
-        """Return the rows of each weight."""
-        return torch.split(rows, self.sizes, dim)
+    def probes_of(self) -> Iterator[Tensor]:
+        """Yield the probes of each weight, (PROBES, *shape)."""
+        for weight, probes in zip(self.weights, torch.split(self.probes, self.sizes, 1), strict=True):
+            yield probes.view(PROBES, *weight.w.shape)
 
-    def probes_of(self, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the place of each weight with its probes, (PROBES, *shape)."""
-        for at, probes in zip(self.places, self.split(self._probes, 1), strict=True):
-            yield at, probes.view(PROBES, *weights[at].shape)
-
-    def measure(self, images: Sequence[Tensor], of_gains: Sequence[Tensor | None]) -> None:
-        """Find the form, given Jᵀ of all probes, (PROBES, *shape) of each weight and of each gain."""
-        basis, found = self._basis, torch.cat([images[at].flatten(2) for at in self.places], 1)
-        rows = torch.cat([self._probes.transpose(0, 1), found.transpose(0, 1)], 1)  # (R, 2·PROBES, n)
+    def measure(self, images: Iterator[Tensor], of_gains: Iterator[Tensor]) -> None:
+        """Measure what `find_forms` reads, given Jᵀ of all probes, (PROBES, *shape) of each weight and of each gain."""
+        found = torch.cat([next(images).flatten(2) for _ in self.weights], 1)
+        rows = torch.cat([self.probes.transpose(0, 1), found.transpose(0, 1)], 1)  # (R, 2·PROBES, n)
         lengths = torch.linalg.vector_norm(rows, dim=2)
-        inside = torch.bmm(rows, basis.mT)
-        rows.baddbmm_(inside, basis, alpha=-1)
-        given, found = rows[:, :PROBES], rows[:, PROBES:]
-        scale = (given * found).sum((1, 2)) / given.square().sum((1, 2))
-        errors = torch.linalg.vector_norm(found - scale.view(-1, 1, 1) * given, dim=2)
-        # What a linear map of the parts inside is to give: parts inside, and the gradient of the gain.
-        given, found = inside[:, :PROBES], torch.cat([inside[:, PROBES:], self._of(of_gains)], 2)  # (R, PROBES, 2 or 3)
-        (first, second), (third, fourth) = (given[:, k].unbind(1) for k in (0, 1))
-        inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
-        turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
-        inner, gain = turned[:, :, :2].mT - scale.view(-1, 1, 1) * _identity(scale), turned[:, :, 2]
-        missed = found - given @ turned
-        errors = (errors.square() + missed[:, :, :2].square().sum(2)).sqrt()
-        allowed = lengths[:, PROBES:] + scale.abs().unsqueeze(1) * lengths[:, :PROBES]
-        fits = (errors <= _TOLERANCE * allowed).all(1)
-        fits &= (missed[:, :, 2].abs() <= _TOLERANCE * gain.norm(dim=1, keepdim=True) * lengths[:, :PROBES]).all(1)
-        self.form, self.fits = RowForm(scale.where(fits, torch.nan), inner, gain, basis), fits
-        del self._probes
+        inside = torch.bmm(rows, self.basis.mT)
+        rows.baddbmm_(inside, self.basis, alpha=-1)
+        given, found = torch.split(rows, PROBES, 1)
+        scale = ((given * found).sum((1, 2)) / given.square().sum((1, 2))).unsqueeze(1)
+        errors = torch.linalg.vector_norm(found.addcmul_(given, scale.unsqueeze(2), value=-1), dim=2)
+        of_gain = [next(of_gains).flatten(1) for weight in self.weights if weight.gain is not None]
+        gains = torch.cat(of_gain, 1).mT if of_gain else scale.new_zeros(()).expand(len(scale), PROBES)
+        self.measured = torch.cat([scale, errors, lengths, inside.flatten(1), gains], 1)
+        del self.probes
 
-    def _of(self, gains: Sequence[Tensor | None]) -> Tensor:
-        """Return the gradients of the gains, (R, PROBES, 1); zeros without a gain."""
-        each = [gains[at] for at in self.places]
-        if not any(gradients is not None for gradients in each):
-            return self._basis.new_zeros(()).expand(sum(self.sizes), PROBES, 1)
-        columns = [
-            self._basis.new_zeros(PROBES, size) if gradients is None else gradients.flatten(1)
-            for size, gradients in zip(self.sizes, each, strict=True)
-        ]
-        return torch.cat(columns, 1).mT.unsqueeze(2)
+
+def measure(weights: Sequence[Weight | Derived]) -> list[Rows]:
+    """Return rows that are measured, those that are equally long together. No two q share a parameter."""
+    kinds: dict[tuple[int, bool], list[Weight | Derived]] = {}
+    for weight in weights:
+        kinds.setdefault((weight.directions.shape[1], weight.gain is None), []).append(weight)
+    parts = [Rows(alike) for alike in kinds.values()]
+    ordered = [weight for part in parts for weight in part.weights]
+    parameters = [*(each.w for each in ordered), *(each.gain for each in ordered if each.gain is not None)]
+    probes = [each for part in parts for each in part.probes_of()]
+    found = _pulled([each.q for each in ordered], parameters, probes)
+    images, of_gains = iter(found[: len(ordered)]), iter(found[len(ordered) :])
+    for part in parts:
+        part.measure(images, of_gains)
+    return parts
+
+
+def find_forms(parts: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the forms of weights that were measured. Return scale and inner of all rows, and which fit."""
+    sizes = [1, PROBES, PROBES, PROBES, 4 * PROBES, PROBES]
+    each = torch.split(torch.cat([part.measured for part in parts]), sizes, 1)
+    scale, errors, before, after, inside, of_gains = each
+    given, found = torch.split(inside.view(-1, 2 * PROBES, 2), PROBES, 1)
+    # What a linear map of the parts inside is to give: parts inside, and the gradient of the gain.
+    found = torch.cat([found, of_gains.unsqueeze(2)], 2)  # (R, PROBES, 3)
+    first, second, third, fourth = given[:, :2].flatten(1).unbind(1)
+    inverse = torch.stack([fourth, -second, -third, first], 1).view(-1, 2, 2)
+    turned = inverse @ found[:, :2] / (first * fourth - second * third).view(-1, 1, 1)
+    inner, gain = turned[:, :, :2].mT - scale.unsqueeze(2) * _identity(scale), turned[:, :, 2]
+    missed = found - given @ turned
+    errors = (errors.square() + missed[:, :, :2].square().sum(2)).sqrt()
+    fits = (errors <= _TOLERANCE * (after + scale.abs() * before)).all(1)
+    fits &= (missed[:, :, 2].abs() <= _TOLERANCE * gain.norm(dim=1, keepdim=True) * before).all(1)
+    scale = scale.squeeze(1).where(fits, torch.nan)
+    counts = [len(part.measured) for part in parts]
+    numbers = (torch.split(each, counts) for each in (scale, inner, gain, fits))
+    for part, scales, inners, of_gain, part.fits in zip(parts, *numbers, strict=True):
+        part.form = RowForm(scales, inners, of_gain, part.basis)
+        del part.measured
+    return scale, inner, fits
 
 
 def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], probes: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -217,16 +223,20 @@ def _gradients(qs: Sequence[Tensor], parameters: Sequence[Tensor], rows: Sequenc
     return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
-def _random(count: int, like: Tensor) -> Tensor:
-    """Return numbers from -1 to 1, always the same: by no generator, which CUDA graphs would have to know of."""
-    return (
-        torch.arange(count, dtype=torch.float64, device=like.device)
-        .mul_(12.9898)
-        .sin_()
-        .mul_(43758.5453)
-        .frac_()
-        .to(like)
-    )
+@device_cache(64)
+def _random(count: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers from -1 to 1, (count, 1, n), always the same.
+
+    They are drawn by no generator, which CUDA graphs would have to know of.
+    """
+    numbers = torch.arange(1, count * n + 1, dtype=torch.float64, device=device)
+    return numbers.mul_(12.9898).sin_().mul_(43758.5453).frac_().to(dtype).view(count, 1, n)
+
+
+@device_cache(64)
+def _factors(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return factors, (count, 1), that turn such numbers into others for each row, after which only fractions count."""
+    return (_random(1, count, dtype, device).view(count, 1) + 2) * 500
 
 
 class Later(Contribution):
@@ -283,8 +293,8 @@ class Derived(Later):
     """
 
     __slots__ = (
-        "__weakref__", "directions", "form", "gain", "inner", "others", "products", "q", "squares", "tell", "versions",
-        "w",
+        "__weakref__", "at", "directions", "gain", "inner", "others", "products", "q", "rows", "squares", "tell",
+        "versions", "w",
     )  # fmt: skip
 
     def __init__(
@@ -301,7 +311,8 @@ class Derived(Later):
         self.directions = directions_of(w)
         values, self.products = patches.products_along(self.directions, keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
-        self.form: RowForm | None = None
+        self.rows: Rows | None = None
+        self.at = _ALL  # of those rows
         self.squares: Tensor | None = None
         others.members.append(ref(self))
 
@@ -315,40 +326,62 @@ class Derived(Later):
     def batch_size(self) -> int:
         return self.inner.batch_size
 
+    def launch_key(self) -> object:
+        return Derived
+
     def check_unchanged(self, name: str) -> None:
-        if self.form is None and not self.is_as_recorded():
+        if self.rows is None and not self.is_as_recorded():
             refuse_changed(name)
         self.inner.check_unchanged(name)
 
     def materialise(self) -> Tensor:
-        form = self._known()
+        form = self.known()
         return form.applied(self.inner.materialise().to(form.scale.dtype))
 
     def square_parts(self) -> Tensor | None:
-        self._known()
+        if self.rows is None:
+            self.others.find()
         return self.squares
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return self.from_sum(self.inner.clipped_sum(scale, None), out)
+        return self.clipped_sums([self], scale, [out])[0]
 
-    def from_sum(self, total: Tensor, out: Tensor | None) -> Tensor:
-        """Return the clipped sum, given that of q, added into `out` where given."""
-        total = self._known().applied(total.unsqueeze(0)).squeeze(0)
-        return total if out is None else out.add_(total)
+    def clipped_sums(
+        self, members: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+    ) -> list[Tensor]:
+        kept = [values for member in members if (values := member.inner.per_sample) is not None]
+        made = iter(kept_sums(kept, scale) if kept else [])
+        totals: dict[Derived, Tensor] = {}
+        for member in members:
+            member.square_parts()
+            alone = member.inner.per_sample is None
+            totals[member] = member.inner.clipped_sum(scale, None) if alone else next(made)
+            del member.inner  # x and g, if nobody else holds them
+        for rows in dict.fromkeys(member.rows for member in members):
+            own = sorted((member for member in members if member.rows is rows), key=lambda member: member.at.start)
+            whole = torch.cat([totals[member].flatten(1) for member in own]).unsqueeze(0)
+            if len(own) == len(rows.sizes):
+                form = rows.form
+            else:
+                form = RowForm(*map(torch.cat, zip(*(member.known() for member in own), strict=True)))
+            pieces = torch.split(form.applied(whole)[0], [len(member.w) for member in own])
+            totals |= {member: piece.view(member.w.shape) for member, piece in zip(own, pieces, strict=True)}
+        sums = [totals[member] for member in members]
+        return [total if out is None else out.add_(total) for total, out in zip(sums, outs, strict=True)]
 
     def of_gain(self) -> Tensor:
         """Return the per-sample gradients of the gain, (B, *its shape)."""
-        form = self._known()
+        form = self.known()
         assert self.gain is not None
         rows = torch.einsum("bko,ok->bo", self.products[:, 1:], form.gain.double())
         rows = torch.where(form.scale.isnan(), torch.nan, rows)
         return rows.to(self.gain.dtype).view(-1, *self.gain.shape)
 
-    def _known(self) -> RowForm:
-        if self.form is None:
+    def known(self) -> RowForm:
+        if self.rows is None:
             self.others.find()
-        assert self.form is not None
-        return self.form
+        assert self.rows is not None
+        return RowForm(*(each[self.at] for each in self.rows.form))
 
 
 class OfGain(Later):
@@ -415,7 +448,8 @@ class WeightDerivative:
 
     def _form(self, q: Tensor, weight: nn.Parameter, gain: nn.Parameter | None) -> RowForm | None:
         """Return the closed form, or None if there is none; wait for the first verdict."""
-        (found,) = row_forms([q], [weight], [gain], [directions_of(weight)])
+        (found,) = measure([Weight(q, weight, gain, directions_of(weight))])
+        find_forms([found])
         if own_capture() is not None:
             return found.form
         first = self._verdict is None
@@ -447,52 +481,55 @@ class Unknown:
         self.members: list[ref[Derived]] = []
 
     def find(self) -> None:
-        members = [member for each in self.members if (member := each()) is not None]
+        alive = [member for each in self.members if (member := each()) is not None]
         self.members = []
-        for some in _parts([each for each in members if each.is_as_recorded()]):
-            _find(some)
+        kinds: dict[tuple[object, ...], list[Derived]] = {}
+        for each in alive:
+            if each.is_as_recorded():
+                kinds.setdefault((each.w.dtype, each.w.device, each.products.shape[0]), []).append(each)
+        for alike in kinds.values():
+            _find(alike)
 
 
 def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
-    """Yield members of one kind, with at most `_AT_ONCE` elements together, one at least, and no parameter twice."""
-    kinds: dict[tuple[object, ...], list[Derived]] = {}
-    for each in members:
-        kinds.setdefault((each.w.dtype, each.w.device, each.products.shape[0]), []).append(each)
-    for alike in kinds.values():
-        part: list[Derived] = []
-        taken: set[int] = set()
-        size = 0
-        for each in alike:
-            own = {id(each.w), id(each.gain)} - {id(None)}
-            if part and (size + each.w.numel() > _AT_ONCE or taken & own):
-                yield part
-                part, taken, size = [], set(), 0
-            part.append(each)
-            taken |= own
-            size += each.w.numel()
-        yield part
+    """Yield members with at most `_AT_ONCE` elements together, one at least, and no parameter twice."""
+    part: list[Derived] = []
+    taken: set[int] = set()
+    size = 0
+    for each in sorted(members, key=lambda member: member.directions.shape[1]):
+        own = {id(each.w), id(each.gain)} - {id(None)}
+        if part and (size + each.w.numel() > _AT_ONCE or taken & own):
+            yield part
+            part, taken, size = [], set(), 0
+        part.append(each)
+        taken |= own
+        size += each.w.numel()
+    yield part
 
 
 def _find(members: list[Derived]) -> None:
     """Find the derivatives of some weights, and the norms that follow."""
-    given = [each.q for each in members], [each.w for each in members], [each.gain for each in members]
-    groups = row_forms(*given, [each.directions for each in members])
-    verdict = None  # a replayed graph tells nobody: its samples have no share where rows do not fit
-    if own_capture() is None:
-        verdict = Verdict(torch.cat([group.fits for group in groups]))
-    seen = 0
-    for group in groups:
-        own = [members[at] for at in group.places]
-        products = torch.cat([member.products for member in own], 2)
-        products[:, 1] *= group.form.basis.shape[2] ** -0.5  # the constant vector is of length one
-        forms = zip(*(group.split(each) for each in group.form), strict=True)
-        squares = group.split(group.form.squares(products), 1)
-        for member, form, squared, along in zip(own, forms, squares, group.split(products, 2), strict=True):
-            member.form, member.squares, member.products = RowForm(*form), squared, along
+    parts = [rows for some in _parts(members) for rows in measure(some)]
+    scale, inner, fits = find_forms(parts)
+    verdict = None if own_capture() is not None else Verdict(fits)  # a replayed graph tells nobody: NaN stays NaN
+    members = [member for part in parts for member in part.weights]
+    products = torch.cat([member.products for member in members], 2)
+    products[:, 1:] *= torch.cat([part.basis[:, 0, 0] for part in parts])  # vectors of length one, not √n
+    sizes = [size for part in parts for size in part.sizes]
+    squares = torch.split(squares_of(scale, inner, products), sizes, 1)
+    norms = zip(squares, torch.split(products, sizes, 2), strict=True)
+    first = 0
+    for part in parts:
+        begin = 0
+        for member, size in zip(part.weights, part.sizes, strict=True):
+            member.rows, member.at = part, slice(begin, begin + size)
+            member.squares, member.products = next(norms)
             if verdict is not None:
-                member.tell(verdict, slice(seen, seen + len(member.w)))
-            seen += len(member.w)
+                member.tell(verdict, slice(first + begin, first + begin + size))
+            begin += size
             del member.q, member.directions
+        first += begin
+        part.weights = ()
 
 
 _unknown: WeakKeyDictionary[Any, Unknown] = WeakKeyDictionary()

@@ -6,15 +6,15 @@ Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
+from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_complex
 from dpscope.flash.gradients.norms import Factors, GroupedKept, SquaredNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
@@ -256,15 +256,13 @@ def sum_parts(
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
         yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
-    made = _sums_inside(parts, scale)
     batch, size = SumBatch([], [], None), 0
     for index, parameter in enumerate(parameters):
         if parts[index]:
             left, parts[index] = parts[index], ()
             out = into(parameter) if into else None
             for part in left:
-                from_sum = made.pop(id(part), None)
-                out = part.clipped_sum(scale, out) if from_sum is None else from_sum(out)
+                out = part.clipped_sum(scale, out)
             assert out is not None
             del left
             batch.parameters.append(parameter)
@@ -275,16 +273,6 @@ def sum_parts(
                 batch, size = SumBatch([], [], None), 0
     if batch.parameters:
         yield batch
-
-
-def _sums_inside(parts: list[Combined], scale: Tensor) -> dict[int, Callable[[Tensor | None], Tensor]]:
-    """Sum per-sample gradients that are kept inside of others (layers/row_derivatives.py), all in one launch."""
-    held: list[Any] = [part for of_it in parts for part in of_it]
-    held = [
-        part for part in held if (inner := getattr(part, "inner", None)) is not None and inner.per_sample is not None
-    ]
-    sums = kept_sums([part.inner.per_sample for part in held], scale) if held else []
-    return {id(part): partial(part.from_sum, total) for part, total in zip(held, sums, strict=True)}
 
 
 def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: int) -> list[list[int]]:
@@ -323,8 +311,8 @@ def _sum_group(
     # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
     if kept:
         return SumBatch(parameters, kept_sums(kept, scale, outs=outs), None)
-    products = cast("list[Outer]", taken)  # no others have a `launch_key`
-    return SumBatch(parameters, outer_sums(products, scale, outs, let_go_together=factored), None)
+    made = taken[0].clipped_sums(taken, scale, outs, let_go_together=factored)
+    return SumBatch(parameters, made, None)
 
 
 def _checked_batch_size(recorded: Recorded, normed: Sequence[Normed]) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.layers import row_derivatives
-from dpscope.flash.layers.row_derivatives import RowForm, directions_of, row_forms
+from dpscope.flash.layers.row_derivatives import RowForm, Weight, directions_of, find_forms, measure, squares_of
 from tests.unit.flash.agreement import assert_exact
 
 
@@ -46,7 +46,12 @@ OTHERS = {
 
 
 def form_of(q: Tensor, w: Tensor) -> tuple[RowForm, Tensor]:
-    (found,) = row_forms([q], [w], [None], [directions_of(w)])
+    return form_of_one(Weight(q, w, None, directions_of(w)))
+
+
+def form_of_one(weight: Weight) -> tuple[RowForm, Tensor]:
+    (found,) = measure([weight])
+    find_forms([found])
     return found.form, found.fits
 
 
@@ -77,11 +82,11 @@ def test_norms_come_from_squares_and_products_with_the_basis(name):
     flat = rows.flatten(2)
     products = torch.stack([flat.square().sum(2), *((flat * e).sum(2) for e in form.basis.unbind(1))], 1)
     exact = autograds(q, w, rows).flatten(1).square().sum(1)
-    torch.testing.assert_close(form.squares(products).sum(1), exact, rtol=1e-9, atol=0)
+    torch.testing.assert_close(squares_of(form.scale, form.inner, products).sum(1), exact, rtol=1e-9, atol=0)
     inside = form.basis[:, 1].expand(7, -1, -1)  # nothing of it is outside of the basis: never below the truth
     products = torch.stack([torch.ones(7, 6), torch.zeros(7, 6), torch.ones(7, 6)], 1).double()
     exact = autograds(q, w, inside.reshape(rows.shape)).flatten(1).square().sum(1)
-    assert (form.squares(products).sum(1) >= exact * (1 - 1e-9)).all()
+    assert (squares_of(form.scale, form.inner, products).sum(1) >= exact * (1 - 1e-9)).all()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -104,16 +109,17 @@ def test_weights_are_measured_together_as_they_are_alone():
     qs = [(FITTING | OTHERS)[names[at % 3]](w) for at, w in enumerate(weights)]
     qs = [q if gain is None else q * gain for q, gain in zip(qs, gains, strict=True)]
     qs[0] = OnlyOneByOne.apply(qs[0])
-    given = qs, weights, gains, [directions_of(w) for w in weights]
-    groups = row_forms(*given)
-    assert sorted(len(group.places) for group in groups) == [1, 1, 3]
-    for group in groups:
-        each = zip(group.places, group.split(group.fits), *map(group.split, group.form), strict=True)
-        for at, fits, *together in each:
-            (alone,) = row_forms(*([column[at]] for column in given))
-            assert bool(fits.all()) == (names[at % 3] != "masked")
-            assert torch.equal(fits, alone.fits)
-            torch.testing.assert_close(together, list(alone.form), rtol=1e-4, atol=1e-5, equal_nan=True)
+    given = [Weight(*each, directions_of(each[1])) for each in zip(qs, weights, gains, strict=True)]
+    parts = measure(given)
+    find_forms(parts)
+    assert sorted(len(part.sizes) for part in parts) == [1, 1, 1, 2]
+    for part in parts:
+        each = zip(part.weights, *(numbers.split(part.sizes) for numbers in (part.fits, *part.form)), strict=True)
+        for weight, fits, *together in each:
+            alone, _ = form_of_one(weight)
+            (name,) = (names[at % 3] for at, w in enumerate(weights) if w is weight.w)
+            assert bool(fits.all()) == (name != "masked")
+            torch.testing.assert_close(together, list(alone), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 class OnlyOneByOne(torch.autograd.Function):
