@@ -307,7 +307,7 @@ class CheckpointedBlocks:
         with self._norming(done):
             norms = SquaredNorms(len(clip.bounds), samples, device)
             for slot, contributions in done.gathered.items():
-                norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
+                norms.add_part(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
             done.close(norms.result())
 
     @contextmanager

@@ -429,3 +429,32 @@ class Lookup(Saved):
         scaled = torch.where(factors != 0, self.without_padding(self.g) * factors, 0)
         table: Tensor = _add_rows(scaled, self.ids, self.rows, -1, False)
         return table if out is None else out.add_(table)
+
+
+class Tied(Contribution):
+    """The rows of an embedding beside the product of a head that is tied to it: two uses of one weight."""
+
+    __slots__ = ("lookup", "outer")
+    kind = f"{Lookup.kind} + {Outer.kind}"
+
+    def __init__(self, lookup: Lookup, outer: Outer) -> None:
+        self.lookup, self.outer = lookup, outer
+
+    @property
+    def batch_size(self) -> int:
+        return self.outer.batch_size
+
+    @property
+    def decision(self) -> Decision:
+        return self.outer.decision
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return self.lookup.shapes | self.outer.shapes
+
+    def kept_product(self) -> Tensor | None:
+        values = self.outer.kept_product()
+        return None if values is None else values + self.lookup.materialise().to(values.dtype)
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return self.outer.clipped_sum(scale, self.lookup.clipped_sum(scale, out))

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.gradients.clip_rules import ClipRule
-from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, Tied
 from dpscope.flash.gradients.paths import DIRECT, GRAM, RANK1, exact_path
 from dpscope.flash.gradients.slots import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
@@ -40,14 +39,10 @@ TIED_FLOOR_FLOAT64 = 2.0**-30
 MOST_EACH, MOST = 2**16, 2**24
 
 
-def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-    """Return one parameter's contributions in the form that is normed and summed: materialised if they are kept."""
-    values = parts[-1].kept_product()
-    if values is None:
-        return parts
-    for lookup in parts[:-1]:
-        values = values + lookup.materialise().to(values.dtype)
-    return (Kept(values),)
+def as_summed(part: Contribution) -> Contribution:
+    """Return a contribution in the form that is normed and summed: materialised if it is kept."""
+    values = None if part.decision is None else part.kept_product()
+    return part if values is None else Kept(values)
 
 
 class SquaredNorms:
@@ -78,50 +73,26 @@ class SquaredNorms:
         squared, before = norms_squared.to(self._dtype), self._rows.get(group)
         self._rows[group] = squared if before is None else before + squared
 
-    def add_all(
-        self, parts: list[tuple[Contribution, ...]], groups: Sequence[int], without: Collection[int] = ()
-    ) -> None:
+    def add_all(self, parts: list[Contribution | None], groups: Sequence[int], without: Collection[int] = ()) -> None:
         """Count the contributions of every parameter, given its group, and replace them by what is kept from now on.
 
         without: places of parameters that are counted already
         """
-        for index, (of_one, group) in enumerate(zip(parts, groups, strict=True)):
-            if index in without:
-                continue
-            if len(of_one) == 1 and of_one[0].decision is None:  # as most are, of hundreds in a step
-                self.add_part(group, of_one[0])
-            else:
-                parts[index] = self.add_parts(group, of_one)
+        for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
+            if part is not None and index not in without:
+                parts[index] = self.add_part(group, part)
 
-    def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-        """Count one parameter's contributions. Return what is kept of them from now on."""
-        parts = as_summed(parts)
-        if len(parts) == 1:
-            part = parts[0]
-            if (
-                self._reads_tf32
-                and type(part) is Outer
-                and part.decision.path == GRAM
-                and part.g.dtype == torch.float32
-            ):
-                part = self._truncate(part)  # a Gram norm is exact for operands that TF32 holds
-                self._share(group, part)
-            else:
-                self.add_part(group, part)
-            return (part,)
-        lookup, outer = cast("tuple[Lookup, Outer]", parts)
-        if outer.decision.path == DIRECT:
-            self.add_row(group, tied_norms_squared(lookup, outer))
-            return parts
-        alone = SquaredNorms(1, self._batch, self._device)
-        alone.add_part(0, lookup)
-        alone.add_part(0, outer)
-        (apart,) = alone.result()  # ‖A‖² + ‖B‖²
-        floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
-        self.add_row(group, torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
-        return parts
+    def add_part(self, group: int, part: Contribution) -> Contribution:
+        """Count one parameter's contribution. Return what is kept of it from now on."""
+        part = as_summed(part)
+        if self._reads_tf32 and type(part) is Outer and part.decision.path == GRAM and part.g.dtype == torch.float32:
+            part = self._truncate(part)  # a Gram norm is exact for operands that TF32 holds
+            self._share(group, part)
+        else:
+            self._count(group, part)
+        return part
 
-    def add_part(self, group: int, part: Contribution) -> None:
+    def _count(self, group: int, part: Contribution) -> None:
         """Count one contribution. Some wait, to be normed together with others."""
         if (squares := part.square_parts()) is not None:
             self._squares[group].append(squares)
@@ -134,8 +105,20 @@ class SquaredNorms:
                 self.add_row(group, part.rank1_norms_squared())
             else:
                 self._share(group, part)
+        elif isinstance(part, Tied):
+            self.add_row(group, self._of_tied(part.lookup, part.outer))
         else:
             self.add_row(group, part.norms_squared())
+
+    def _of_tied(self, lookup: Lookup, outer: Outer) -> Tensor:
+        if outer.decision.path == DIRECT:
+            return tied_norms_squared(lookup, outer)
+        alone = SquaredNorms(1, self._batch, self._device)
+        alone._count(0, lookup)
+        alone._count(0, outer)
+        (apart,) = alone.result()  # ‖A‖² + ‖B‖²
+        floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
+        return torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor)
 
     def _truncate(self, part: Outer) -> Outer:
         """Return operands truncated to TF32, if torch rounds them, so that the Gram norm and the sum agree.
@@ -192,9 +175,9 @@ class GroupedKept:
     places: of those parameters among all, whose contributions are `parts`
     """
 
-    def __init__(self, parts: Sequence[tuple[Contribution, ...]], groups: Sequence[int]) -> None:
-        alone = {at: of_one[0].per_sample for at, of_one in enumerate(parts) if len(of_one) == 1}
-        kept = {at: each for at, each in alone.items() if each is not None and len(each)}
+    def __init__(self, parts: Sequence[Contribution | None], groups: Sequence[int]) -> None:
+        held = {at: None if part is None else part.per_sample for at, part in enumerate(parts)}
+        kept = {at: each for at, each in held.items() if each is not None and len(each)}
         small = {at: each for at, each in kept.items() if 0 < each[0].numel() <= MOST_EACH}
         if sum(each.numel() for each in small.values()) > MOST:
             small = {}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, wide, wide_product
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer, Tied, wide, wide_product
 from dpscope.flash.gradients.paths import KEEP, Decision, PathRules, tied_decision
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.triton_runtime import slices
@@ -151,14 +151,14 @@ def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
     return Outer(x, g, rules.of_product(x.shape, g))
 
 
-def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> tuple[Contribution, ...]:
-    """Combine all uses of one parameter into one piece, or a Lookup beside an Outer (an embedding tied to the head).
+def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> Contribution:
+    """Combine all uses of one parameter into one.
 
     Uses without a closed form for their cross terms are materialised in the parameter's `dtype` and added, because the
     norm is that of the sum. A combination takes the path of the whole.
     """
     if len(parts) == 1:
-        return (parts[0],)
+        return parts[0]
     outers = [part for part in parts if isinstance(part, Outer)]
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(outers) + len(lookups) == len(parts):
@@ -170,12 +170,13 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
             lookups = [Lookup(ids, g, lookups[0].rows, None, rules.of_lookup(*ids.shape))]
         if outers and lookups:
             outers[0].decision = tied_decision(outers[0].decision, outers[0].g)
-        return (*lookups, *outers)
+            return Tied(lookups[0], outers[0])
+        return (lookups or outers)[0]
     kept = [part for part in parts if isinstance(part, Kept)]
     if len(kept) == 1 and len(lookups) == len(parts) - 1 and kept[0].owned and kept[0].values.is_contiguous():
         for lookup in lookups:
             lookup.add_into(kept[0].values)
-        return (kept[0],)
+        return kept[0]
     total: Tensor | None = None
     while parts:
         part = parts.pop()
@@ -185,20 +186,18 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
         else:
             total.add_(values)
     assert total is not None
-    return (Kept(total),)
+    return Kept(total)
 
 
-def combine_uses(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
-    """Combine several uses of a slot's parameter, and describe that for explain()."""
+def combine_uses(slot: Slot, contributions: list[Contribution], rules: PathRules) -> Contribution:
+    """Combine the uses of a slot's parameter, and describe that for explain() if there are several."""
     uses = len(contributions)
-    parts = combine(contributions, slot.parameter.dtype, rules)
-    decision = parts[-1].decision or Decision(KEEP, "they have no closed form, and are added")
-    slot.describe(
-        " + ".join(part.kind for part in parts),
-        replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}"),
-        {name: shape for part in parts for name, shape in part.shapes.items()},
-    )
-    return parts
+    combined = combine(contributions, slot.parameter.dtype, rules)
+    if uses > 1:
+        decision = combined.decision or Decision(KEEP, "they have no closed form, and are added")
+        decision = replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}")
+        slot.describe(combined.kind, decision, combined.shapes)
+    return combined
 
 
 class RowGroups:

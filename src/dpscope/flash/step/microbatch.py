@@ -36,7 +36,7 @@ EACH_ROW = RowGroups(1)
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 MadeSums = dict[nn.Parameter, Tensor]
-Combined = tuple[Contribution, ...]  # of one parameter
+Parts = list[Contribution | None]  # of each parameter; None where they were taken
 
 
 class SumBatch(NamedTuple):
@@ -114,16 +114,14 @@ class MicroBatch:
         self.parameters = [slot.parameter for slot, _ in recorded]
         self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
         self._real, self._bounds = real, bounds
-        self._parts = [
-            tuple(contributions) if len(contributions) == 1 else combine_uses(slot, contributions, rules)
-            for slot, contributions in recorded
-        ]
+        parts = [combine_uses(slot, contributions, rules) for slot, contributions in recorded]
         recorded.clear()  # what was put together need not outlive this
         # Per-sample gradients that are sums over the positions of g take its place.
-        summed = {at: g for at, of_it in enumerate(self._parts) if (g := of_it[0].summed_later) is not None}
+        summed = {at: g for at, part in enumerate(parts) if (g := part.summed_later) is not None}
         for at, sums in zip(summed, many_bias_sums(list(summed.values())), strict=True):
-            self._parts[at] = (Kept(sums),)
-        del summed
+            parts[at] = Kept(sums)
+        self._parts: Parts = [*parts]
+        del summed, parts
         device = normed[0][0].device if normed else self.parameters[0].device
         norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
@@ -152,11 +150,11 @@ class MicroBatch:
         """Return the sums of small gradients of many groups, unless they are made already."""
         small, self._small = self._small, GroupedKept((), ())
         places = small.places
-        if not places or not all(self._parts[at] for at in places):
+        if not places or any(self._parts[at] is None for at in places):
             return None
         totals = small.sums(self.clipping.scale)
         for at in places:
-            self._parts[at] = ()
+            self._parts[at] = None
         return SumBatch([self.parameters[at] for at in places], totals, None).added(into)
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
@@ -180,18 +178,18 @@ class MicroBatch:
             yield batch
 
     def _by_group(
-        self, parameters: list[nn.Parameter], parts: list[Combined], groups: Sequence[int], **options: Any
+        self, parameters: list[nn.Parameter], parts: Parts, groups: Sequence[int], **options: Any
     ) -> Iterator[SumBatch]:
         """Yield the sums of parameters, one group of the clipping rule after the other, and release `parts`."""
         scales = self.clipping.scale
         if len(scales) == 1:
             yield from sum_parts(parameters, parts, scales[0], **options)
             return
-        for group in sorted({number for number, part in zip(groups, parts, strict=True) if part}):
-            places = [at for at, number in enumerate(groups) if number == group and parts[at]]
+        for group in sorted({number for number, part in zip(groups, parts, strict=True) if part is not None}):
+            places = [at for at, number in enumerate(groups) if number == group and parts[at] is not None]
             chosen = [parts[at] for at in places]
             for at in places:
-                parts[at] = ()
+                parts[at] = None
             yield from sum_parts([parameters[at] for at in places], chosen, scales[group], **options)
 
     def _refuse_other_rounding(self) -> None:
@@ -204,12 +202,12 @@ class MicroBatch:
 
     def _group_bytes(self, factored: bool) -> int:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
-        alone = [parts[0] for parts in self._parts if len(parts) == 1]
-        if any(part.is_copy for part in alone):
+        there = [part for part in self._parts if part is not None]
+        if any(part.is_copy for part in there):
             return LEAST_GROUP_BYTES
         if self._room is None:
             return GROUP_BYTES
-        kept = [values for part in alone if (values := part.per_sample) is not None]
+        kept = [values for part in there if (values := part.per_sample) is not None]
         freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
         return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
 
@@ -223,15 +221,13 @@ class MicroBatch:
         chosen = [self.parameters[at] for at in places]
         parts = [self._parts[at] for at in places]
         for at in places:
-            self._parts[at] = ()
+            self._parts[at] = None
         self._refuse_other_rounding()
         with torch.no_grad(), no_autocast(self.clipping.scale.device.type):
             batches = self._by_group(chosen, parts, [self._groups[at] for at in places], into=None)
             return dict(pair for batch in batches for pair in batch.items())
 
-    def sums_of_others(
-        self, slots: Sequence[Slot], parts: list[Combined], into: RunningSum | None
-    ) -> Iterator[SumBatch]:
+    def sums_of_others(self, slots: Sequence[Slot], parts: Parts, into: RunningSum | None) -> Iterator[SumBatch]:
         """Return the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
         return self._by_group([slot.parameter for slot in slots], parts, groups, into=into)
@@ -239,7 +235,7 @@ class MicroBatch:
 
 def sum_parts(
     parameters: list[nn.Parameter],
-    parts: list[Combined],
+    parts: Parts,
     scale: Tensor,
     *,
     into: RunningSum | None,
@@ -258,15 +254,11 @@ def sum_parts(
         yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
     batch, size = SumBatch([], [], None), 0
     for index, parameter in enumerate(parameters):
-        if parts[index]:
-            left, parts[index] = parts[index], ()
-            out = into(parameter) if into else None
-            for part in left:
-                out = part.clipped_sum(scale, out)
-            assert out is not None
-            del left
+        part, parts[index] = parts[index], None
+        if part is not None:
             batch.parameters.append(parameter)
-            batch.tensors.append(out)
+            batch.tensors.append(part.clipped_sum(scale, into(parameter) if into else None))
+            del part
             size += 4 * parameter.numel()
             if size >= group_bytes:
                 yield batch
@@ -275,13 +267,13 @@ def sum_parts(
         yield batch
 
 
-def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: int) -> list[list[int]]:
+def _groups(parameters: list[nn.Parameter], parts: Parts, group_bytes: int) -> list[list[int]]:
     """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
-    for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
-        key = of_it[0].launch_key() if len(of_it) == 1 else None
+    for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+        key = None if part is None else part.launch_key()
         if key is not None:
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
@@ -289,21 +281,21 @@ def _groups(parameters: list[nn.Parameter], parts: list[Combined], group_bytes: 
                 full.append(open_groups.pop(key))
                 del sizes[key]
     groups = [*full, *open_groups.values()]
-    return sorted(groups, key=lambda group: parts[group[0]][0].per_sample is None)
+    return sorted(groups, key=lambda group: getattr(parts[group[0]], "per_sample", None) is None)
 
 
 def _sum_group(
     parameters: list[nn.Parameter],
-    parts: list[Combined],
+    parts: Parts,
     places: list[int],
     scale: Tensor,
     *,
     into: RunningSum | None,
     factored: bool,
 ) -> SumBatch:
-    taken = [part for at in places for part in parts[at]]
+    taken = [part for at in places if (part := parts[at]) is not None]
     for at in places:
-        parts[at] = ()
+        parts[at] = None
     kept = [values for part in taken if (values := part.per_sample) is not None]
     if kept and factored:
         return SumBatch(parameters, kept, scale)

@@ -60,18 +60,16 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
     truth = torch.stack([dense(part) for part in parts]).sum(0)
     scale = torch.rand(batch, dtype=torch.float64)
     norms = SquaredNorms(1, batch, torch.device("cpu"))
-    merged = norms.add_parts(0, combine(parts, torch.float64, rules))
+    merged = norms.add_part(0, combine(parts, torch.float64, rules))
     torch.testing.assert_close(norms.result()[0], truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
-    total = None
-    for part in merged:
-        total = part.clipped_sum(scale, total)
+    total = merged.clipped_sum(scale, None)
     torch.testing.assert_close(total, torch.einsum("b,bpd->pd", scale, truth), rtol=1e-12, atol=1e-12)
 
 
 def test_two_uses_of_one_input_add_their_gradients_instead_of_growing():
     outer = make("outer", 2, 3)
     again = c.Outer(outer.x, torch.randn_like(outer.g), outer.decision)
-    (merged,) = combine([outer, again], torch.float64, PathRules())
+    merged = combine([outer, again], torch.float64, PathRules())
     assert merged.x.shape == outer.x.shape
     torch.testing.assert_close(dense(merged), dense(outer) + dense(again))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.gradients import norms
-from dpscope.flash.gradients.contributions import Kept, Lookup, Outer
+from dpscope.flash.gradients.contributions import Kept, Lookup, Outer, Tied
 from dpscope.flash.gradients.norms import TIED_FLOOR, SquaredNorms
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.step import microbatch
@@ -29,7 +29,7 @@ def tied_uses(share: float) -> tuple[Lookup, Outer]:
 
 def norm_of(parts: tuple[Lookup, Outer]) -> torch.Tensor:
     total = SquaredNorms(1, BATCH, torch.device("cpu"))
-    total.add_parts(0, parts)
+    total.add_part(0, Tied(*parts))
     return total.result()[0].sqrt()
 
 
@@ -98,15 +98,15 @@ def test_norms_that_came_with_a_product_are_taken_until_its_values_change():
     values = torch.randn(3, 4, 5)
     kept = Kept(values, squares=torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64))
     known = torch.tensor([3.0, 7.0, 11.0], dtype=torch.float64)
-    for add in (lambda norms: norms.add_all([(kept,)], [0]), lambda norms: norms.add_parts(0, (kept,))):
+    for add in (lambda norms: norms.add_all([kept], [0]), lambda norms: norms.add_part(0, kept)):
         norms = SquaredNorms(1, 3, torch.device("cpu"))
         add(norms)
-        norms.add_all([(Kept(torch.ones(3, 2)),)], [0])
+        norms.add_all([Kept(torch.ones(3, 2))], [0])
         torch.testing.assert_close(norms.result()[0], known + 2)
     torch.testing.assert_close(kept.norms_squared(), known)
     assert kept.absorb(Kept(torch.ones(3, 4, 5)), torch.float32)
     norms = SquaredNorms(1, 3, torch.device("cpu"))
-    norms.add_all([(kept,)], [0])
+    norms.add_all([kept], [0])
     true = values.double().square().flatten(1).sum(1)
     torch.testing.assert_close(norms.result()[0], true)
     torch.testing.assert_close(kept.norms_squared(), true)
