@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
-    @property
+    @cached_property
     def copies(self) -> bool:
         """True if patches are something else than x itself."""
         return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
@@ -156,6 +156,7 @@ def _block(size: int) -> int:
 class _Plan(NamedTuple):
     """Sizes of a product and the arguments that both kernels take."""
 
+    work: str
     batch: int
     outs: int
     d: int
@@ -164,6 +165,8 @@ class _Plan(NamedTuple):
     missing: int  # positions of a line up to a whole word
     copies: int  # of x: kernel columns and phases of the stride
     rows: int  # of a copy
+    copied: int  # bytes of all copies; 0 for a kernel of one element, which needs none
+    picks: bool  # whether such a kernel leaves out places of x, or adds some
     flops: int
     integers: tuple[int, ...]
     constants: Mapping[str, int | str]
@@ -200,7 +203,10 @@ def _plan(
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
     flops = 2 * batch * images * length * at.groups * p * d
-    return _Plan(batch, at.groups * p, d, each, columns, missing, copies, rows, flops, tuple(integers), constants)
+    planes = math.prod(x[1:-n])  # channels of all images of a sample
+    copied = batch * planes * copies * rows * (g[-1] + missing) * dtype.itemsize if kernel > 1 else 0
+    sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies
+    return _Plan(work, *sizes, flops, tuple(integers), constants)
 
 
 class _Operands(NamedTuple):
@@ -229,19 +235,19 @@ class ConvProduct:
 
     def plan(self, work: str, samples: int | None = None) -> _Plan:
         """Return the plan for the first samples, or for all."""
-        sizes = [(len(self.g) if samples is None else samples, *each.shape[1:]) for each in (self.x, self.g)]
-        return _plan(*sizes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles)
+        shapes: tuple[tuple[int, ...], tuple[int, ...]] = self.x.shape, self.g.shape
+        if samples is not None:
+            shapes = (samples, *shapes[0][1:]), (samples, *shapes[1][1:])
+        return _plan(*shapes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles)
 
-    def pieces(self, work: str) -> Iterator[_Operands]:
+    def pieces(self, plan: _Plan) -> Iterator[_Operands]:
         """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next.
 
         Fewer programs than a GPU has processors would take as long as all of them.
         """
-        batch, plan, count = len(self.g), self.plan(work), 1
-        if math.prod(self.geometry.kernel) > 1:
-            planes = math.prod(self.x.shape[1 : -len(self.geometry.kernel)])  # channels of all images of a sample
-            each = planes * plan.copies * plan.rows * (self.g.shape[-1] + plan.missing) * self.x.element_size()
-            wanted = -(-batch * each // max(LEAST_COPIES, self.x.nbytes))
+        batch, count = plan.batch, 1
+        if plan.copied > LEAST_COPIES:
+            wanted = -(-plan.copied // max(LEAST_COPIES, self.x.nbytes))
             count = max(1, min(wanted, batch * plan.tiles // FEWEST_PROGRAMS))
         if count == 1:  # as most are: a slice takes the host as long as a launch
             yield _Operands(slice(None), *self._prepared(self.x, self.g, plan), plan)
@@ -249,17 +255,17 @@ class ConvProduct:
         step = -(-batch // count)
         for start in range(0, batch, step):
             samples = slice(start, min(batch, start + step))
-            some = self.plan(work, samples.stop - start)
+            some = self.plan(plan.work, samples.stop - start)
             yield _Operands(samples, *self._prepared(self.x[samples], self.g[samples], some), some)
 
     def _prepared(self, x: Tensor, g: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         at = self.geometry
-        if math.prod(at.kernel) > 1:
+        if plan.copied:
             g = g.contiguous()
             g = F.pad(g, (0, plan.missing)) if plan.missing else g
             return _shifted_copies(x, g, at, plan), g
         met: Any = (..., *(slice(None, None, step) for step in at.stride))
-        x = at.padded(x)[met] if at.copies else x
+        x = at.padded(x)[met] if plan.picks else x
         return self._in_words(x, plan), self._in_words(g, plan)
 
     def _in_words(self, rows: Tensor, plan: _Plan) -> Tensor:
@@ -313,7 +319,7 @@ def conv_products(
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
-    for samples, x, g, some in product.pieces(work):
+    for samples, x, g, some in product.pieces(plan):
         squares, kept = _some(parts, samples), None if values is None else _some(values, samples)
         operands = (x, g, kept, squares, directions)
         launch(_conv_products_kernel, some.batch * some.tiles, operands, some.integers, some.constants)
@@ -327,7 +333,7 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Return Σ_b scale_b V_b, (O, d) float32."""
     total: Tensor | None = None
     scale = scale.contiguous()
-    for samples, x, g, plan in product.pieces(FOR_SUM):
+    for samples, x, g, plan in product.pieces(product.plan(FOR_SUM)):
         each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
         parts = -(-plan.batch // each)
         sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)

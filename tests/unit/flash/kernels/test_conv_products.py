@@ -226,7 +226,7 @@ def test_copies_of_some_samples_at_a_time_give_the_same(name: str, monkeypatch: 
         monkeypatch.setattr(module, "FEWEST_PROGRAMS", 1)
         product = ConvProduct(x, g, geometry, in_tf32=False)
         made.append([*conv_products(product, torch.float32), conv_sum(product, scale)])
-        assert (len(list(product.pieces(module.FOR_SUM))) > 1) == (not least)
+        assert (len(list(product.pieces(product.plan(module.FOR_SUM)))) > 1) == (not least)
     (values, parts, total), (others, other_parts, other_total) = made
     assert torch.equal(values, others)
     assert torch.equal(parts, other_parts)
