@@ -364,10 +364,12 @@ class Derived(Later):
                 form = rows.form
             else:
                 form = RowForm(*map(torch.cat, zip(*(member.known() for member in own), strict=True)))
-            pieces = torch.split(form.applied(whole)[0], [len(member.w) for member in own])
+            # Where rows have another form no sample has a share: their sum is zero, and not 0 · NaN.
+            sums = form.applied(whole)[0].masked_fill_(form.scale.isnan().unsqueeze(1), 0)
+            pieces = torch.split(sums, [len(member.w) for member in own])
             totals |= {member: piece.view(member.w.shape) for member, piece in zip(own, pieces, strict=True)}
-        sums = [totals[member] for member in members]
-        return [total if out is None else out.add_(total) for total, out in zip(sums, outs, strict=True)]
+        found = zip((totals[member] for member in members), outs, strict=True)
+        return [total if out is None else out.add_(total) for total, out in found]
 
     def of_gain(self) -> Tensor:
         """Return the per-sample gradients of the gain, (B, *its shape)."""

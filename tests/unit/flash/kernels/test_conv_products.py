@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpscope.flash import FlashEngine
 from dpscope.flash.kernels import conv_products as module
 from dpscope.flash.kernels.conv_products import (
     ConvProduct,
@@ -231,3 +232,26 @@ def test_copies_of_some_samples_at_a_time_give_the_same(name: str, monkeypatch: 
     assert torch.equal(values, others)
     assert torch.equal(parts, other_parts)
     torch.testing.assert_close(total, other_total, rtol=1e-6, atol=1e-6)
+
+
+class Clamped(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight.clamp(-1, 1), self.bias)
+
+
+@pytest.mark.usefixtures("engines_use_kernels")
+@pytest.mark.parametrize("path", ["direct", "keep"])
+def test_where_a_derivative_begins_to_differ_no_sample_has_a_share_until_that_is_known(path: str) -> None:
+    torch.manual_seed(0)
+    model, x = Clamped(3, 4, 3), torch.randn(5, 3, 4, 4)
+    with FlashEngine(model, max_grad_norm=1.0, path=path) as engine:
+        for dropped in (0, 5, 0):
+            before = engine.nonfinite_samples or 0
+            model.zero_grad()
+            model(x).flatten(1).square().sum(1).mean().backward()
+            engine.finish()
+            assert engine.nonfinite_samples == before + dropped
+            assert model.weight.grad.isfinite().all()
+            assert model.weight.grad.any() == (dropped == 0)
+            with torch.no_grad():
+                model.weight[:] = torch.linspace(-1.3, 0.9, model.weight.numel()).view_as(model.weight)
