@@ -117,7 +117,7 @@ class Contribution:
         return False
 
     def launch_key(self) -> object | None:
-        """Return what has to be equal for sums to be made in one launch; None if each is made by itself."""
+        """Return what is equal for contributions that are summed together; None if each is summed by itself."""
 
     def check_unchanged(self, name: str) -> None:
         """Raise UserError if what is held was changed in place."""
@@ -150,10 +150,10 @@ class Contribution:
         return kept_sums([self.materialise()], scale, outs=[out])[0]
 
     def clipped_sums(
-        self, parts: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
     ) -> list[Tensor]:
         """Return the clipped sums of contributions that share this one's `launch_key`: see `scaled_sums`."""
-        raise NotImplementedError
+        return [members.pop(0).clipped_sum(scale, out) for out in outs]  # each is freed before the next is summed
 
 
 class Kept(Contribution):
@@ -348,12 +348,12 @@ class Outer(Saved):
         return self.clipped_sums([self], scale, [out])[0]
 
     def clipped_sums(
-        self, parts: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
     ) -> list[Tensor]:
         dtype = wide(torch.promote_types(self.g.dtype, self.x.dtype))
         # A half-precision parameter's gradient cannot be added into by the product itself.
         direct = [out if out is not None and out.dtype == dtype else None for out in outs]
-        gs, xs = [part.g for part in parts], [part.first for part in parts]
+        gs, xs = [each.g for each in members], [each.first for each in members]
         totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
         return [
             out.add_(total) if out is not None and out is not total else total

@@ -41,7 +41,7 @@ MOST_EACH, MOST = 2**16, 2**24
 
 def as_summed(part: Contribution) -> Contribution:
     """Return a contribution in the form that is normed and summed: materialised if it is kept."""
-    values = None if part.decision is None else part.kept_product()
+    values = part.kept_product()
     return part if values is None else Kept(values)
 
 
@@ -79,7 +79,11 @@ class SquaredNorms:
         without: places of parameters that are counted already
         """
         for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-            if part is not None and index not in without:
+            if part is None or index in without:
+                continue
+            if part.decision is None:  # as most are, of hundreds in a step
+                self._count(group, part)
+            else:
                 parts[index] = self.add_part(group, part)
 
     def add_part(self, group: int, part: Contribution) -> Contribution:

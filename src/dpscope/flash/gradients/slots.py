@@ -190,13 +190,12 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
 
 
 def combine_uses(slot: Slot, contributions: list[Contribution], rules: PathRules) -> Contribution:
-    """Combine the uses of a slot's parameter, and describe that for explain() if there are several."""
+    """Combine several uses of a slot's parameter, and describe that for explain()."""
     uses = len(contributions)
     combined = combine(contributions, slot.parameter.dtype, rules)
-    if uses > 1:
-        decision = combined.decision or Decision(KEEP, "they have no closed form, and are added")
-        decision = replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}")
-        slot.describe(combined.kind, decision, combined.shapes)
+    decision = combined.decision or Decision(KEEP, "they have no closed form, and are added")
+    decision = replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}")
+    slot.describe(combined.kind, decision, combined.shapes)
     return combined
 
 

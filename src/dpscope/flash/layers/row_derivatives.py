@@ -347,7 +347,7 @@ class Derived(Later):
         return self.clipped_sums([self], scale, [out])[0]
 
     def clipped_sums(
-        self, members: Sequence[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
     ) -> list[Tensor]:
         kept = [values for member in members if (values := member.inner.per_sample) is not None]
         made = iter(kept_sums(kept, scale) if kept else [])

@@ -114,7 +114,7 @@ class MicroBatch:
         self.parameters = [slot.parameter for slot, _ in recorded]
         self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
         self._real, self._bounds = real, bounds
-        parts = [combine_uses(slot, contributions, rules) for slot, contributions in recorded]
+        parts = [uses[0] if len(uses) == 1 else combine_uses(slot, uses, rules) for slot, uses in recorded]
         recorded.clear()  # what was put together need not outlive this
         # Per-sample gradients that are sums over the positions of g take its place.
         summed = {at: g for at, part in enumerate(parts) if (g := part.summed_later) is not None}
@@ -252,29 +252,16 @@ def sum_parts(
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
         yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
-    batch, size = SumBatch([], [], None), 0
-    for index, parameter in enumerate(parameters):
-        part, parts[index] = parts[index], None
-        if part is not None:
-            batch.parameters.append(parameter)
-            batch.tensors.append(part.clipped_sum(scale, into(parameter) if into else None))
-            del part
-            size += 4 * parameter.numel()
-            if size >= group_bytes:
-                yield batch
-                batch, size = SumBatch([], [], None), 0
-    if batch.parameters:
-        yield batch
 
 
 def _groups(parameters: list[nn.Parameter], parts: Parts, group_bytes: int) -> list[list[int]]:
-    """Group parameters by launch: per-sample gradients that are kept first, then products of equal shapes."""
+    """Group parameters whose sums are made together. Per-sample gradients that are kept come first."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
     for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
-        key = None if part is None else part.launch_key()
-        if key is not None:
+        if part is not None:
+            key = part.launch_key()
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
             if sizes[key] >= group_bytes:
