@@ -138,8 +138,11 @@ class Rows:
         across = torch.cat([weight.directions for weight in weights])
         count, n = across.shape
         self.basis = torch.stack([torch.ones_like(across), across], 1).mul_(n**-0.5)
-        self.probes = _random(PROBES, n, across.dtype, across.device) * _factors(count, across.dtype, across.device)
-        self.probes.frac_()[:2].add_(self.basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
+        kind = across.dtype, across.device
+        # A row's numbers are those of all rows, times its own factor, of which only fractions count.
+        factors = _random(count, 1, *kind) + 2
+        self.probes = (_random(PROBES, n, *kind).unsqueeze(1) * factors).mul_(500).frac_()
+        self.probes[:2].add_(self.basis.transpose(0, 1), alpha=_WEIGHT_OF_BASIS)
 
     def probes_of(self) -> Iterator[Tensor]:
         """Yield the probes of each weight, (PROBES, *shape)."""
@@ -171,7 +174,10 @@ def measure(weights: Sequence[Weight | Derived]) -> list[Rows]:
     ordered = [weight for part in parts for weight in part.weights]
     parameters = [*(each.w for each in ordered), *(each.gain for each in ordered if each.gain is not None)]
     probes = [each for part in parts for each in part.probes_of()]
-    found = _pulled([each.q for each in ordered], parameters, probes)
+    with OWN_GRADIENTS.taken(), no_autocast(ordered[0].w.device.type):
+        given = _gradients([each.q for each in ordered], parameters, probes)
+    pairs = zip(parameters, given, strict=True)
+    found = [p.new_zeros(PROBES, *p.shape) if gradients is None else gradients for p, gradients in pairs]
     images, of_gains = iter(found[: len(ordered)]), iter(found[len(ordered) :])
     for part in parts:
         part.measure(images, of_gains)
@@ -203,16 +209,6 @@ def find_forms(parts: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
     return scale, inner, fits
 
 
-def _pulled(qs: Sequence[Tensor], parameters: Sequence[Tensor], probes: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of the parameters for all probes, (PROBES, *shape) for each q; zeros where there is none."""
-    with OWN_GRADIENTS.taken(), no_autocast(qs[0].device.type):
-        found = _gradients(qs, parameters, probes)
-    return [
-        parameter.new_zeros(PROBES, *parameter.shape) if gradients is None else gradients
-        for parameter, gradients in zip(parameters, found, strict=True)
-    ]
-
-
 def _gradients(qs: Sequence[Tensor], parameters: Sequence[Tensor], rows: Sequence[Tensor]) -> Sequence[Any]:
     """Return the parameters' gradients for rows of gradients of each q, by one vjp; None for those that have none."""
     options: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
@@ -225,18 +221,12 @@ def _gradients(qs: Sequence[Tensor], parameters: Sequence[Tensor], rows: Sequenc
 
 @device_cache(64)
 def _random(count: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers from -1 to 1, (count, 1, n), always the same.
+    """Return numbers from -1 to 1, (count, n), always the same.
 
     They are drawn by no generator, which CUDA graphs would have to know of.
     """
     numbers = torch.arange(1, count * n + 1, dtype=torch.float64, device=device)
-    return numbers.mul_(12.9898).sin_().mul_(43758.5453).frac_().to(dtype).view(count, 1, n)
-
-
-@device_cache(64)
-def _factors(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return factors, (count, 1), that turn such numbers into others for each row, after which only fractions count."""
-    return (_random(1, count, dtype, device).view(count, 1) + 2) * 500
+    return numbers.mul_(12.9898).sin_().mul_(43758.5453).frac_().to(dtype).view(count, n)
 
 
 class Later(Contribution):
@@ -293,8 +283,8 @@ class Derived(Later):
     """
 
     __slots__ = (
-        "__weakref__", "at", "directions", "gain", "inner", "others", "products", "q", "rows", "squares", "tell",
-        "versions", "w",
+        "__weakref__", "at", "directions", "gain", "inner", "products", "q", "rows", "squares", "tell", "versions",
+        "w", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -304,9 +294,9 @@ class Derived(Later):
         w: Tensor,
         gain: Tensor | None,
         tell: Callable[[Verdict, slice], None],
-        others: Unknown,
+        waiting: list[ref[Derived]],
     ) -> None:
-        self.q, self.w, self.gain, self.tell, self.others = q, w, gain, tell, others
+        self.q, self.w, self.gain, self.tell, self.waiting = q, w, gain, tell, waiting
         self.versions = self._versions()
         self.directions = directions_of(w)
         values, self.products = patches.products_along(self.directions, keep=patches.decision.path == KEEP)
@@ -314,7 +304,7 @@ class Derived(Later):
         self.rows: Rows | None = None
         self.at = _ALL  # of those rows
         self.squares: Tensor | None = None
-        others.members.append(ref(self))
+        waiting.append(ref(self))
 
     def _versions(self) -> tuple[int, int]:
         return self.w._version, 0 if self.gain is None else self.gain._version
@@ -340,7 +330,7 @@ class Derived(Later):
 
     def square_parts(self) -> Tensor | None:
         if self.rows is None:
-            self.others.find()
+            _find(self.waiting)
         return self.squares
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
@@ -380,8 +370,7 @@ class Derived(Later):
         return rows.to(self.gain.dtype).view(-1, *self.gain.shape)
 
     def known(self) -> RowForm:
-        if self.rows is None:
-            self.others.find()
+        self.square_parts()
         assert self.rows is not None
         return RowForm(*(each[self.at] for each in self.rows.form))
 
@@ -426,7 +415,7 @@ class WeightDerivative:
         gain = gains[0].parameter if gains else None
         if self._verdict is None and self._form(q, weight, gain) is None:
             return []
-        derived = Derived(patches, q, weight, gain, self._hear, unknown_of(engine))
+        derived = Derived(patches, q, weight, gain, self._hear, _waiting.setdefault(engine, []))
         return [(engine.slot(weight), derived), *((slot, OfGain(derived)) for slot in gains)]
 
     def pulled_back(self, q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
@@ -476,21 +465,15 @@ def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[An
         return _gradients([q], parameters, [rows])
 
 
-class Unknown:
-    """Weights whose derivatives are not known yet; they are computed together."""
-
-    def __init__(self) -> None:
-        self.members: list[ref[Derived]] = []
-
-    def find(self) -> None:
-        alive = [member for each in self.members if (member := each()) is not None]
-        self.members = []
-        kinds: dict[tuple[object, ...], list[Derived]] = {}
-        for each in alive:
-            if each.is_as_recorded():
-                kinds.setdefault((each.w.dtype, each.w.device, each.products.shape[0]), []).append(each)
-        for alike in kinds.values():
-            _find(alike)
+def _find(waiting: list[ref[Derived]]) -> None:
+    """Find the derivatives of weights that wait for them, all together, and the norms that follow."""
+    kinds: dict[tuple[object, ...], list[Derived]] = {}
+    for each in waiting:
+        if (member := each()) is not None and member.is_as_recorded():
+            kinds.setdefault((member.w.dtype, member.w.device, member.products.shape[0]), []).append(member)
+    waiting.clear()
+    for alike in kinds.values():
+        _find_alike(alike)
 
 
 def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
@@ -509,8 +492,7 @@ def _parts(members: list[Derived]) -> Iterator[list[Derived]]:
     yield part
 
 
-def _find(members: list[Derived]) -> None:
-    """Find the derivatives of some weights, and the norms that follow."""
+def _find_alike(members: list[Derived]) -> None:
     parts = [rows for some in _parts(members) for rows in measure(some)]
     scale, inner, fits = find_forms(parts)
     verdict = None if own_capture() is not None else Verdict(fits)  # a replayed graph tells nobody: NaN stays NaN
@@ -534,8 +516,4 @@ def _find(members: list[Derived]) -> None:
         part.weights = ()
 
 
-_unknown: WeakKeyDictionary[Any, Unknown] = WeakKeyDictionary()
-
-
-def unknown_of(engine: Any) -> Unknown:
-    return _unknown.setdefault(engine, Unknown())
+_waiting: WeakKeyDictionary[Any, list[ref[Derived]]] = WeakKeyDictionary()  # by engine
