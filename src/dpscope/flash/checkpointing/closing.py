@@ -22,7 +22,7 @@ from dpscope.flash.gradients.norms import as_summed
 from dpscope.flash.gradients.slots import Slot, combine
 from dpscope.flash.ranks.ranks import BlockNames
 from dpscope.flash.sample_rows.snapshots import untouched
-from dpscope.flash.step.microbatch import MadeSums, MicroBatch, Normed, Parts, RunningSum, SumBatch
+from dpscope.flash.step.microbatch import Combined, MadeSums, MicroBatch, Normed, RunningSum, SumBatch
 from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.torch_side.attributes import temporarily
@@ -166,7 +166,7 @@ class Closing:
         def add_up(left: Left) -> None:
             assert micro is not None
             rules, slots = self._engine.path_rules, list(left)
-            parts: Parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
+            parts: Combined = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
             left.clear()
             for batch in micro.sums_of_others(slots, parts, into):
                 found.update(batch.items())

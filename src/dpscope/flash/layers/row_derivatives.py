@@ -123,7 +123,7 @@ class Weight(NamedTuple):
     directions: Tensor
 
 
-class Rows:
+class EqualRows:
     """Weights whose rows are equally long, one after the other: R rows of n elements.
 
     form: of all these rows, and `fits`, (R,): which have it. `find_forms` sets both.
@@ -165,12 +165,12 @@ class Rows:
         del self.probes
 
 
-def measure(weights: Sequence[Weight | Derived]) -> list[Rows]:
+def measure(weights: Sequence[Weight | Derived]) -> list[EqualRows]:
     """Return rows that are measured, those that are equally long together. No two q share a parameter."""
     kinds: dict[tuple[int, bool], list[Weight | Derived]] = {}
     for weight in weights:
         kinds.setdefault((weight.directions.shape[1], weight.gain is None), []).append(weight)
-    parts = [Rows(alike) for alike in kinds.values()]
+    parts = [EqualRows(alike) for alike in kinds.values()]
     ordered = [weight for part in parts for weight in part.weights]
     parameters = [*(each.w for each in ordered), *(each.gain for each in ordered if each.gain is not None)]
     probes = [each for part in parts for each in part.probes_of()]
@@ -184,7 +184,7 @@ def measure(weights: Sequence[Weight | Derived]) -> list[Rows]:
     return parts
 
 
-def find_forms(parts: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
+def find_forms(parts: Sequence[EqualRows]) -> tuple[Tensor, Tensor, Tensor]:
     """Find the forms of weights that were measured. Return scale and inner of all rows, and which fit."""
     sizes = [1, PROBES, PROBES, PROBES, 4 * PROBES, PROBES]
     each = torch.split(torch.cat([part.measured for part in parts]), sizes, 1)
@@ -301,7 +301,7 @@ class Derived(Later):
         self.directions = directions_of(w)
         values, self.products = patches.products_along(self.directions, keep=patches.decision.path == KEEP)
         self.inner: Patches | Kept = patches if values is None else Kept(values)
-        self.rows: Rows | None = None
+        self.rows: EqualRows | None = None
         self.at = _ALL  # of those rows
         self.squares: Tensor | None = None
         waiting.append(ref(self))

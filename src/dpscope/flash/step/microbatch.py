@@ -36,7 +36,7 @@ EACH_ROW = RowGroups(1)
 Normed = tuple[Tensor, Sequence[int] | None]  # (G, B) squared norms, and the groups that they are of: None is all
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 MadeSums = dict[nn.Parameter, Tensor]
-Parts = list[Contribution | None]  # of each parameter; None where they were taken
+Combined = list[Contribution | None]  # of each parameter; None where they were taken
 
 
 class SumBatch(NamedTuple):
@@ -120,7 +120,7 @@ class MicroBatch:
         summed = {at: g for at, part in enumerate(parts) if (g := part.summed_later) is not None}
         for at, sums in zip(summed, many_bias_sums(list(summed.values())), strict=True):
             parts[at] = Kept(sums)
-        self._parts: Parts = [*parts]
+        self._parts: Combined = [*parts]
         del summed, parts
         device = normed[0][0].device if normed else self.parameters[0].device
         norms = SquaredNorms(len(clip.bounds), self.size, device)
@@ -178,7 +178,7 @@ class MicroBatch:
             yield batch
 
     def _by_group(
-        self, parameters: list[nn.Parameter], parts: Parts, groups: Sequence[int], **options: Any
+        self, parameters: list[nn.Parameter], parts: Combined, groups: Sequence[int], **options: Any
     ) -> Iterator[SumBatch]:
         """Yield the sums of parameters, one group of the clipping rule after the other, and release `parts`."""
         scales = self.clipping.scale
@@ -227,7 +227,7 @@ class MicroBatch:
             batches = self._by_group(chosen, parts, [self._groups[at] for at in places], into=None)
             return dict(pair for batch in batches for pair in batch.items())
 
-    def sums_of_others(self, slots: Sequence[Slot], parts: Parts, into: RunningSum | None) -> Iterator[SumBatch]:
+    def sums_of_others(self, slots: Sequence[Slot], parts: Combined, into: RunningSum | None) -> Iterator[SumBatch]:
         """Return the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
         return self._by_group([slot.parameter for slot in slots], parts, groups, into=into)
@@ -235,7 +235,7 @@ class MicroBatch:
 
 def sum_parts(
     parameters: list[nn.Parameter],
-    parts: Parts,
+    parts: Combined,
     scale: Tensor,
     *,
     into: RunningSum | None,
@@ -254,7 +254,7 @@ def sum_parts(
         yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
 
 
-def _groups(parameters: list[nn.Parameter], parts: Parts, group_bytes: int) -> list[list[int]]:
+def _groups(parameters: list[nn.Parameter], parts: Combined, group_bytes: int) -> list[list[int]]:
     """Group parameters whose sums are made together. Per-sample gradients that are kept come first."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
@@ -273,7 +273,7 @@ def _groups(parameters: list[nn.Parameter], parts: Parts, group_bytes: int) -> l
 
 def _sum_group(
     parameters: list[nn.Parameter],
-    parts: Parts,
+    parts: Combined,
     places: list[int],
     scale: Tensor,
     *,
