@@ -33,6 +33,7 @@ from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NUMBER, Leaf, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
+from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
 
 MOST_WAYS = 64
@@ -391,8 +392,8 @@ class Verification:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Run the model without taps, and without other processes. It may take gradients of its own."""
-        with self._engine.without_taps(), self.locally(), OWN_GRADIENTS.taken():
+        """Run the model without taps, graphs and other processes. It may take gradients of its own."""
+        with self._engine.without_taps(), self.locally(), OWN_GRADIENTS.taken(), eagerly():
             yield
 
     def _judge_buffers(self, paths: list[str], call: RootCall) -> None:

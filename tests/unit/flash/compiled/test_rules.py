@@ -80,3 +80,26 @@ def test_a_checkpoint_in_a_graph_follows_the_rule_under_every_budget(name: str, 
             torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-9, atol=0)
             for key, parameter in model.named_parameters():
                 torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("budget", [None, "lean"])
+def test_compiled_blocks_in_checkpoints_are_exact_under_every_budget(budget) -> None:
+    """torch saves other tensors of a compiled block where verification looks on, so that it looks at eager ones."""
+
+    class Blocks(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, x = Blocks(Small(), nn.Linear(2, 3), Small()).double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    truth = run_oracle(copy.deepcopy(model), x, one_loss(losses), max_grad_norm=0.3)
+    for block in model:
+        block.compile(backend=Graphs())
+    with FlashEngine(model, max_grad_norm=0.3, memory_budget=budget) as engine:
+        for _ in range(3):
+            engine.zero_grad()
+            losses(model, x).mean().backward()
+            engine.finish()
+            for key, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=key)
