@@ -30,7 +30,7 @@ from dpscope.flash.sample_rows.self_test import SelfTest
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, NUMBER, Leaf, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, SAMPLE_COUNT, Leaf, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import eagerly
@@ -150,7 +150,7 @@ class Verification:
         changed = self.options.has_changed() and not self.schedule.paused  # instruments register hooks
         known = self._verified.get(way)
         # a number was as large as the batch, by chance as it seemed, and has changed with it
-        is_told = known is not None and not known.told and known.batch != call.batch and NUMBER in given
+        is_told = known is not None and not known.told and known.batch != call.batch and SAMPLE_COUNT in given
         if changed or is_told or known is None:
             if changed:
                 self._meet_new_modules()

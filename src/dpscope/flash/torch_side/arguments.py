@@ -26,7 +26,7 @@ _TELLING = (type(None), Number, str, bytes, range, slice, torch.device, torch.dt
 _PLAIN = (*_TELLING, torch.Generator, torch.Size)
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
-NUMBER = "number", "of samples"
+SAMPLE_COUNT = "number", "of samples"
 """In a signature: a number as large as that of the samples."""
 
 Leaf = Tensor | PackedSequence
@@ -61,7 +61,9 @@ def signature(value: Any, samples: int | None = None) -> tuple[Hashable, ...]:
     It has types, dimensions, numbers other than that of `samples`, options, and which tensors require a gradient, but
     no sizes of tensors.
     """
-    return tuple(NUMBER if type(leaf) is int and leaf == samples else _describe(leaf) for leaf in _walk(value, set()))
+    return tuple(
+        SAMPLE_COUNT if type(leaf) is int and leaf == samples else _describe(leaf) for leaf in _walk(value, set())
+    )
 
 
 def tells(value: Any, samples: int) -> bool:
