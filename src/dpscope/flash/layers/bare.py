@@ -96,6 +96,13 @@ class Bare(Proxy):
         return (_follow_outside_graphs if in_graph() else follow)(func, args, kwargs or {})
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return v · g / |v|. Torch's own writes past the end of its memory if g has another shape, as in a trial."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+_CHECKED: dict[Any, Any] = {torch._weight_norm: _weight_norm}
+
 _Places = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
@@ -107,6 +114,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(args[0].plain)
         if not isinstance(value, Tensor):
             return value
+    func = _CHECKED.get(func, func)
     leaves, form = flatten(args, kwargs)
     tap: Any = None
     others = False

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
 from dpscope.flash.layers import row_derivatives
-from dpscope.flash.layers.bare import Bare
+from dpscope.flash.layers.bare import Bare, _weight_norm
 from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
 from tests.unit.flash.flash_models import sine_losses
 
@@ -541,3 +541,13 @@ def test_a_table_of_as_many_rows_as_there_are_samples_is_not_taken_for_samples(r
             torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-4, atol=1e-6)
             for name, total in truth.clipped_sums.items():
                 torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_weight_norm_is_torchs_own_and_refuses_shapes_with_which_torch_leaves_its_memory(dim):
+    """Trials of an operator take other rows."""
+    v = torch.randn(3, 4)
+    g = torch.norm_except_dim(v, 2, dim) + 1
+    torch.testing.assert_close(_weight_norm(v, g, dim), torch._weight_norm(v, g, dim))
+    with pytest.raises(RuntimeError, match="must match"):
+        _weight_norm(v, torch.randn(7, 5), dim)
