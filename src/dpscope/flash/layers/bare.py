@@ -43,6 +43,7 @@ from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind, without_hooks
 from dpscope.flash.torch_side.frames import in_graph, outside_graphs
 from dpscope.flash.torch_side.instance_method import instance_method
+from dpscope.flash.torch_side.own_functions import torchs_own
 
 
 class Bare(Proxy):
@@ -109,7 +110,8 @@ _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "req
 
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with proxies among its operands and return its result."""
-    name, is_foreign, writes = _known(func)
+    func = torchs_own(func)
+    name, writes = _known(func)
     if name == "__get__":  # p.shape, p.dtype, p.device: asked often
         value = func(args[0].plain)
         if not isinstance(value, Tensor):
@@ -125,8 +127,6 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             others = True
     if not torch.is_grad_enabled():
         return _call(func, leaves, form)
-    if is_foreign:  # torch looks a function up by its name: a patched one would be applied twice
-        raise tap.cannot_follow("a function of torch is replaced while the model runs: restore it before the step")
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if writes:
@@ -140,12 +140,10 @@ _follow_outside_graphs = outside_graphs(
 
 
 @lru_cache(1024)
-def _known(func: Any) -> tuple[str, bool, bool]:
-    """Return a function's name, whether it is neither torch's own nor one of this package, and whether it writes."""
+def _known(func: Any) -> tuple[str, bool]:
+    """Return a function's name, and whether it writes."""
     name = getattr(func, "__name__", "")
-    module = getattr(func, "__module__", None)
-    is_foreign = module is not None and module.partition(".")[0] not in ("torch", "dpscope")
-    return name, is_foreign, name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING)
+    return name, name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING)
 
 
 def _is_plain(result: object) -> bool:

@@ -23,11 +23,13 @@ from dpscope.flash.sample_rows.proxy import Proxy
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, renumbered, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
+from dpscope.flash.torch_side.own_functions import torchs_own
 
 # What a forward may return besides tensors.
 _RETURNED = (type(None), bool, int, float, str)
 
-_EMBEDDING = inspect.signature(F.embedding)
+_EMBEDDING = F.embedding
+_EMBEDDING_ARGUMENTS = inspect.signature(F.embedding)
 
 
 class _Semantics(TorchFunctionMode):
@@ -37,11 +39,11 @@ class _Semantics(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = torchs_own(func), kwargs or {}
         output = func(*args, **kwargs)
-        if func is not F.embedding:
+        if func is not _EMBEDDING:
             return output
-        call = _EMBEDDING.bind(*args, **kwargs).arguments
+        call = _EMBEDDING_ARGUMENTS.bind(*args, **kwargs).arguments
         padding_idx, rows = call.get("padding_idx"), call["weight"].shape[0]
         if padding_idx is None:
             return output

@@ -222,9 +222,7 @@ class Mixing(TriedCall):
             return TypeError("nothing to ask in float64")
         free = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")  # without it, a CPU's process would be killed
         if free is not None and sum(8 * each.numel() for each in tensors if each.device.type == "cpu") > 512 * free:
-            return MemoryError(
-                "copies in float64, to tell mixing from rounding, take more than half of the free memory"
-            )
+            return TypeError("copies in float64 would take more than half of the memory that is free")
         outer, self.wide = self.alone, True
         self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
         try:

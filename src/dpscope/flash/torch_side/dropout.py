@@ -8,25 +8,29 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from dpscope.flash.torch_side.own_functions import torchs_own
+
 _DROPOUTS = {
     getattr(F, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 }
-_ATTENTION_ARGUMENTS = inspect.signature(F.multi_head_attention_forward)
+_PRODUCTS = F.scaled_dot_product_attention
+_ATTENTION = F.multi_head_attention_forward
+_ATTENTION_ARGUMENTS = inspect.signature(_ATTENTION)
 
 
 class WithoutDropout(TorchFunctionMode):
     """Context in which torch's dropout gives back what it is given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        func, kwargs = torchs_own(func), dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
+        if func is _PRODUCTS:
             args, kwargs["dropout_p"] = (*args[:4], *args[5:]), 0.0
             if len(args) > 4:
                 kwargs["is_causal"], args = args[4], args[:4]
-        if func is F.multi_head_attention_forward:  # what it calls is out of this mode's sight
+        if func is _ATTENTION:  # what it calls is out of this mode's sight
             bound = _ATTENTION_ARGUMENTS.bind(*args, **kwargs)
             bound.arguments["dropout_p"] = 0.0
             args, kwargs = bound.args, bound.kwargs

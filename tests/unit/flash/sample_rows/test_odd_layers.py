@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from unittest import mock
 
@@ -160,6 +161,51 @@ class Nudging(TorchFunctionMode):
 )
 def test_a_layer_that_changes_after_the_engine_was_attached_stays_exact(change):
     two_steps(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), change, rows())
+
+
+class OwnScale(nn.Module):
+    """Its parameters are followed to the operators that use them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        return F.layer_norm(x, (6,), self.scale * 2, self.shift)
+
+
+class OneByOne(nn.Module):
+    """Runs sample by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return torch.stack([F.layer_norm(self.norm(self.first(row)), (6,)) for row in x])
+
+
+def wrapped(own):
+    return functools.wraps(own)(lambda *args, **more: own(*args, **more).sin())
+
+
+@pytest.mark.parametrize("model", [OwnScale, OneByOne])
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        lambda own: lambda *args, **more: own(*args, **more).sin(),
+        wrapped,
+        lambda own: wrapped(wrapped(own)),
+        lambda own: mock.Mock(side_effect=lambda *args, **more: own(*args, **more).sin()),
+    ],
+    ids=["function", "wrapped", "twice", "object"],
+)
+def test_a_function_that_is_replaced_while_a_model_runs_is_applied_once(model, replaced):
+    two_steps(
+        nn.Sequential(model(), nn.Linear(6, 3)),
+        lambda _: mock.patch.object(F, "layer_norm", replaced(F.layer_norm)),
+        rows(),
+    )
 
 
 @pytest.mark.parametrize(
