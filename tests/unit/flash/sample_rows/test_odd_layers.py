@@ -174,6 +174,11 @@ class OwnScale(nn.Module):
         return F.layer_norm(x, (6,), self.scale * 2, self.shift)
 
 
+class OwnForward(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 class OneByOne(nn.Module):
     """Runs sample by sample."""
 
@@ -189,7 +194,7 @@ def wrapped(own):
     return functools.wraps(own)(lambda *args, **more: own(*args, **more).sin())
 
 
-@pytest.mark.parametrize("model", [OwnScale, OneByOne])
+@pytest.mark.parametrize("model", [OwnScale, lambda: OwnForward(6), OneByOne])
 @pytest.mark.parametrize(
     "replaced",
     [
