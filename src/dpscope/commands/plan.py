@@ -110,7 +110,7 @@ def command(
     written = []
     if json_file is not None:
         write_json(json_file, as_json({"document": "dpscope.plan", "version": 1, **found}))
-        written.append(json_file)
+        written += [json_file] if str(json_file) != "-" else []
     if page_file is not None:
         write_json(page_file, plan_page(found))
         written.append(page_file)

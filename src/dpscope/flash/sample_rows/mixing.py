@@ -35,6 +35,7 @@ from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCa
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import leaves_in, tells, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autograd_graph import nothing_saved
 from dpscope.flash.torch_side.dropout import WithoutDropout
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
@@ -403,11 +404,10 @@ class Mixing(TriedCall):
         last, half = len(index) - 1, list(range(len(index) // 2))
         some = [[last, 0], [last], half] if last > 1 else [[last], half]  # some models do not take one, or an order
         numel = self._numel
-        with self.untouched(), WithoutDropout():
-            seed_all(1, self.devices)
-            before = RandomStates.now(self.devices)
-            many = self._outputs(index, None)
-            self.is_random = not before.equals(RandomStates.now(self.devices))
+        try:
+            many = self._outputs_of_many(index, nothing_saved())
+        except Exception:  # a model that takes gradients itself
+            many = self._outputs_of_many(index, nullcontext())
         self._numel = numel
         for places in some:
             try:
@@ -429,6 +429,14 @@ class Mixing(TriedCall):
                 f"among them ({sizes[0]} of {sizes[1]} alone give something else): divide by a fixed number, or "
                 "leave the mean to the loss"
             )
+
+    def _outputs_of_many(self, index: list[int], saving: AbstractContextManager[object]) -> list[Tensor]:
+        with self.untouched(), WithoutDropout(), saving:
+            seed_all(1, self.devices)
+            before = RandomStates.now(self.devices)
+            many = self._outputs(index, None)
+            self.is_random = not before.equals(RandomStates.now(self.devices))
+        return many
 
     def _row_differs(self, few: Tensor, many: Tensor, places: list[int], rows: int, output: int) -> bool:
         """Return whether the output for any sample by itself is not that in the batch, by more than rounding."""

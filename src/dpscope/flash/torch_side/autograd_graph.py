@@ -154,6 +154,11 @@ def saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], 
         yield
 
 
+def nothing_saved() -> AbstractContextManager[object]:
+    """Return a context in which autograd's graph is made and saves no tensors for a backward pass."""
+    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
 def note_entries(manager: type[saved_tensors_hooks], entered: Entered) -> None:
     """Have the context manager note in `entered` which hooks were entered and not left."""
     enter, leave = manager.__enter__, manager.__exit__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -444,3 +445,41 @@ def test_a_model_that_writes_into_an_input_that_requires_a_gradient_is_exact():
     assert_exact(
         WritesIntoItsInput(), rows(), lambda model, batch: losses(model, {"x": batch["x"] * scale.to(batch["x"])})
     )
+
+
+KEPT = []  # (samples, whether something is saved for backward): attributes are put back after verification
+
+
+class Noting(nn.Module):
+    """Notes whether autograd saves what it is given; mixes samples, if there are many, by `share`."""
+
+    def __init__(self, share=0.0, *, own_gradient=False):
+        super().__init__()
+        self.first, self.last, self.share, self.own_gradient = nn.Linear(6, 6), nn.Linear(6, 3), share, own_gradient
+
+    def forward(self, x):
+        h = self.first(x).sin()
+        with contextlib.suppress(AttributeError):  # without gradients nothing is saved
+            try:
+                KEPT.append((len(x), h.grad_fn._saved_self is not None))
+            except (TypeError, RuntimeError):
+                KEPT.append((len(x), False))
+        if self.own_gradient:
+            h = torch.func.grad(lambda y: y.sin().sum())(h)
+        return self.last(h + self.share * h.mean(0) if len(x) > 16 else h)
+
+
+def test_the_whole_batch_is_looked_at_without_the_memory_of_a_backward_pass():
+    KEPT.clear()
+    with FlashEngine(Noting(), max_grad_norm=1.0) as engine:
+        private_step(engine, rows(40), losses)
+    assert (40, False) in KEPT
+    assert KEPT.count((40, True)) == 1  # the step itself
+
+
+@pytest.mark.parametrize("own_gradient", [False, True])
+def test_a_model_that_takes_gradients_itself_is_looked_at_in_the_whole_batch_too(own_gradient):
+    assert_exact(Noting(own_gradient=own_gradient), rows(40), losses)
+    mixing = Noting(0.1, own_gradient=own_gradient)
+    with FlashEngine(mixing, max_grad_norm=1.0) as engine, pytest.raises(UserError, match="how many samples"):
+        private_step(engine, rows(40), losses)
