@@ -62,7 +62,8 @@ def signature(value: Any, samples: int | None = None) -> tuple[Hashable, ...]:
     no sizes of tensors.
     """
     return tuple(
-        SAMPLE_COUNT if type(leaf) is int and leaf == samples else _describe(leaf) for leaf in _walk(value, set())
+        SAMPLE_COUNT if samples is not None and _number(leaf) == samples else _describe(leaf)
+        for leaf in _walk(value, set())
     )
 
 
@@ -73,12 +74,18 @@ def tells(value: Any, samples: int) -> bool:
 
 def renumbered(leaf: Any, numbers: Mapping[int, int]) -> Any:
     """Return another number, or tensor without a dimension, for one that `numbers` names."""
-    if type(leaf) is int:
-        return numbers.get(leaf, leaf)
-    if numbers and type(leaf) is Tensor and not leaf.dim() and leaf.dtype == torch.int64 and leaf.device.type == "cpu":
-        number = int(leaf)
-        return torch.full_like(leaf, numbers[number]) if number in numbers else leaf
-    return leaf
+    number = _number(leaf) if numbers else None
+    if number is None or number not in numbers:
+        return leaf
+    return torch.full_like(leaf, numbers[number]) if isinstance(leaf, Tensor) else type(leaf)(numbers[number])
+
+
+def _number(leaf: Any) -> Any:
+    """Return the number that an argument is, also as a tensor without a dimension; None if it is something else."""
+    if isinstance(leaf, Number):
+        return None if isinstance(leaf, bool) else leaf
+    is_number = type(leaf) is Tensor and not leaf.dim() and leaf.device.type == "cpu" and leaf.dtype != torch.bool
+    return leaf.item() if is_number and not leaf.requires_grad else None
 
 
 def sizes_of(value: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,11 +78,20 @@ def assert_steps_are_exact(model, losses):
                 assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
 
 
-def test_a_division_by_the_number_that_a_model_is_told_is_refused_once_it_changes():
+DIVISORS = {
+    **SAMPLES,
+    "float": lambda x: float(len(x)),
+    "numpy": lambda x: np.float32(len(x)),
+    "tensor of a float": lambda x: torch.tensor(float(len(x))),
+}
+
+
+@pytest.mark.parametrize("number", DIVISORS)
+def test_a_division_by_the_number_that_a_model_is_told_is_refused_once_it_changes(number):
     with FlashEngine(Told(divided), max_grad_norm=1.0) as engine:
-        private_step(engine, {"x": torch.randn(4, 5, 6)}, losses(len))
+        private_step(engine, {"x": torch.randn(4, 5, 6)}, losses(DIVISORS[number]))
         with pytest.raises(UserError, match="depends on how many samples"):
-            private_step(engine, {"x": torch.randn(5, 5, 6)}, losses(len))
+            private_step(engine, {"x": torch.randn(5, 5, 6)}, losses(DIVISORS[number]))
 
 
 def test_a_division_by_a_number_that_must_be_that_of_samples_is_refused_in_the_first_step():
