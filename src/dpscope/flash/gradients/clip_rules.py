@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -34,9 +33,6 @@ from torch import Tensor
 from dpscope.errors import UserError
 
 Bounds = float | Sequence[float] | Mapping[str, float]
-
-
-_RANDOM = secrets.SystemRandom()
 
 
 class ClipRule:
@@ -106,8 +102,8 @@ class ClipRule:
         """Return the noise multiplier of the sums: larger than the given one if the rule also releases a count."""
         return given
 
-    def count_noise(self) -> float:
-        """Draw the noise of the count that the step releases in addition to the sums."""
+    def count_noise(self, normal: float) -> float:
+        """Return the noise of the count that the step releases beside the sums, made of a standard normal."""
         return 0.0
 
     def end_step(self, released: float, samples: float) -> None:
@@ -311,8 +307,8 @@ class Adaptive(ClipRule):
             )
         return float((given**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5)
 
-    def count_noise(self) -> float:
-        return _RANDOM.gauss(0.0, self.unclipped_num_std)
+    def count_noise(self, normal: float) -> float:
+        return normal * self.unclipped_num_std
 
     def end_step(self, released: float, samples: float) -> None:
         share = released / max(samples, 1.0) + 0.5

@@ -26,7 +26,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.captures import refuse_capture
 from dpscope.flash.torch_side.frames import outside_graphs
 from dpscope.flash.update.captured_update import CapturedUpdate
-from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
+from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, normal_of_count, used_keys_of
 from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 _OUTSIDE_OF_GRAPHS = outside_graphs("flash clipping: the step draws its noise, counts and accounts outside of graphs")
@@ -96,8 +96,9 @@ class DPFlashOptimizer(DPOptimizer):
         if fused and not FusedUpdate.supports(optimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
-        self.noise = NoiseSource(generator, used_keys_of(engine.model))
-        self._key: Key | None = None  # of the step that runs
+        self.noise = NoiseSource(None if secure_mode else generator, used_keys_of(engine.model))
+        self._key: Key | None = None  # of the step that runs, if ranks have agreed on it
+        self._count_noise = 0.0  # of the step that runs
         self._steps = 0
         self._left_over = 0  # physical batches announced beside that of the last step
         self._own = frozenset(map(id, engine.parameters))
@@ -286,7 +287,7 @@ class DPFlashOptimizer(DPOptimizer):
         sums = self.engine.running_sums.of(parameters)
         if self._key is None:
             self._meet_ranks(skips=False)
-        how = self._privatisation()
+        how = self._keyed()
         if self.secure_mode:
             with torch.no_grad():
                 for _, total in sums:
@@ -324,8 +325,15 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _spend(self) -> Privatisation:
         """Account for the step, whose norms are taken. Return how its sums are privatised."""
-        how = self._privatisation()
+        how = self._keyed()
         self._account()
+        return how
+
+    def _keyed(self) -> Privatisation:
+        """Return how the step's sums are privatised, with its key. The noise of the rule's count has the same key."""
+        key, self._key = self._key, None
+        how = self._privatisation().keyed(key)
+        self._count_noise = self.engine.clip.count_noise(normal_of_count(how.draw())) if how.noise_std else 0.0
         return how
 
     # -- the step inside a CUDA graph (graphed/) -----------------------------------------------------------------------
@@ -364,7 +372,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.state.apply(self._tell_accountant)
         clip = self.engine.clip
         if clip.learns:  # from the noisy count, for the next step
-            released = self.engine.ranks.add_up(counted, clip.count_noise() if self.noise_multiplier > 0 else 0.0)
+            released = self.engine.ranks.add_up(counted, self._count_noise)
             clip.end_step(released, expected)
 
     def _tell_accountant(self) -> None:
@@ -377,12 +385,10 @@ class DPFlashOptimizer(DPOptimizer):
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
         # C may have changed since a micro-batch was summed.
         clip = max(self.engine.clip.sensitivity(), self.engine.state.largest_clip)
-        key, self._key = self._key, None
         return Privatisation(
             noise_std=self.engine.clip.noise_multiplier(self.noise_multiplier) * clip,
             grad_scale=1.0 / divisor,
             noise=self.noise,
-            key=key,
         )
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------

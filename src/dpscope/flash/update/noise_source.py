@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -59,9 +60,18 @@ class UsedKeys:
         return next(reversed(self._digests), None)
 
 
+def _hashed(key: Key, size: int, use: bytes = b"") -> bytes:
+    return blake2b(struct.pack("<2q", *map(as_word, key)), digest_size=size, person=use).digest()
+
+
 def _digest(key: Key) -> int:
-    packed = struct.pack("<2q", *map(as_word, key))
-    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(_hashed(key, 8), "little", signed=True)
+
+
+def normal_of_count(key: Key) -> float:
+    """Return a standard normal of a step's key that no element of the sums has, by Box and Muller."""
+    first, second = struct.unpack("<2Q", _hashed(key, 16, b"count"))
+    return math.sqrt(-2 * math.log((first + 1) / 2**64)) * math.cos(2 * math.pi * second / 2**64)
 
 
 _USED: WeakKeyDictionary[nn.Module, UsedKeys] = WeakKeyDictionary()

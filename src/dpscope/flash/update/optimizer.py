@@ -8,7 +8,7 @@ the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from operator import attrgetter, itemgetter
@@ -36,14 +36,18 @@ class Privatisation:
     noise_std: float
     grad_scale: float
     noise: NoiseSource
-    key: Key | None = None  # of the step; None draws one
+    key: Key | None = None  # of the step, if it is drawn and marked as used
 
-    def draw(self) -> Key:
-        """Return the step's key, and mark it as used."""
-        key = self.noise.draw() if self.key is None else self.key
+    def keyed(self, key: Key | None = None) -> Privatisation:
+        """Return the same with a step's key, which is marked as used. None draws one."""
+        key = self.noise.draw() if key is None else key
         if self.noise_std:
             self.noise.use(key)
-        return key
+        return replace(self, key=key)
+
+    def draw(self) -> Key:
+        """Return the step's key, which is marked as used."""
+        return self.key or self.keyed().draw()
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -24,6 +24,8 @@ from dpscope.flash.gradients.clip_rules import (
     check_rule,
     make_rule,
 )
+from dpscope.flash.kernels.noise import add_noise_
+from dpscope.flash.update.noise_source import NoiseSource, normal_of_count
 from tests.unit.flash.agreement import one_loss, private_step
 from tests.unit.flash.checkpointed_models import CheckpointedDecoder
 from tests.unit.flash.flash_models import Decoder, EveryFamily, randomised, token_batch, token_losses
@@ -230,7 +232,7 @@ def test_passes_that_are_accumulated_move_the_adaptive_bound_as_one_batch(passes
     model, optimizer, _ = adaptive(make_model(), noise_multiplier=1.0, target_unclipped_quantile=0.25, max_grad_norm=2)
     rule = optimizer.engine.clip
     noise: list[float] = []
-    rule.count_noise = lambda: noise.append(3.0) or 3.0
+    rule.count_noise = lambda normal: noise.append(3.0) or 3.0
     x, y = make_data()[: 16 * passes]
     for each, labels in zip(x.split(16), y.split(16), strict=True):
         F.cross_entropy(model(each), labels).backward()
@@ -240,6 +242,19 @@ def test_passes_that_are_accumulated_move_the_adaptive_bound_as_one_batch(passes
     assert rule.max_grad_norm == pytest.approx(2.0 * math.exp(-rule.rate * (share - rule.target)), rel=1e-6)
     assert noise == [3.0]
     assert optimizer.accountant.history == [(1.0, 0.25 * passes, 1)]
+
+
+def test_the_noise_of_the_count_is_normal_and_none_of_that_of_the_sums() -> None:
+    keys = [NoiseSource(torch.Generator().manual_seed(7)).draw(), *(NoiseSource().draw() for _ in range(4000))]
+    found = torch.tensor([normal_of_count(key) for key in keys], dtype=torch.float64)
+    assert len(found.unique()) == len(keys)
+    assert float(found.mean()) == pytest.approx(0, abs=0.08)  # five deviations
+    assert float(found.std()) == pytest.approx(1, abs=0.06)
+    assert float(found.abs().max()) > 3
+    assert normal_of_count(keys[0]) == float(found[0])
+    values = torch.zeros(2**16, dtype=torch.float64)
+    add_noise_([values], 1.0, 1.0, *keys[0])
+    assert float((values - found[0]).abs().min()) > 0
 
 
 def test_the_adaptive_bound_is_saved_with_the_optimizer() -> None:

@@ -105,12 +105,13 @@ REPEATED = "the key of an earlier step again"
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_generator_that_is_seeded_anew_between_steps_is_refused_and_the_weights_stay(fused: bool) -> None:
-    run = Seeded(fused=fused)
-    weights = run.steps(2)
+    run = Seeded(fused=fused, clipping="adaptive")
+    weights, bound = run.steps(2), run.optimizer.max_grad_norm
     run.optimizer.noise.generator.manual_seed(11)
     with pytest.raises(UserError, match=REPEATED):
         run.steps(1)
     assert torch.equal(run.model[0].weight, weights)
+    assert run.optimizer.max_grad_norm == bound  # the noise of its count is that of the key, too
 
 
 def test_torchs_generator_seeded_in_every_epoch_is_refused() -> None:
@@ -352,12 +353,14 @@ def test_every_way_of_saving_keeps_epsilon_the_bound_and_the_noise_that_was_used
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "before make_private"])
-def test_every_way_of_saving_continues_the_noise_if_told_to(way: str, tmp_path) -> None:
-    run = Seeded()
+def test_every_way_of_saving_continues_the_noise_if_told_to(way: str, clipping: str, tmp_path) -> None:
+    run = Seeded(clipping=clipping)
     run.steps(2)
-    other = go_on(way, run, tmp_path, resume=True)
+    other = go_on(way, run, tmp_path, resume=True, clipping=clipping)
     assert torch.equal(other.steps(2), run.steps(2))
+    assert other.optimizer.max_grad_norm == run.optimizer.max_grad_norm
     assert other.optimizer.noise.used.state() == run.optimizer.noise.used.state()
 
 
