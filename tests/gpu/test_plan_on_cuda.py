@@ -57,7 +57,14 @@ def test_a_search_that_runs_out_of_memory_leaves_a_loop_that_trains():
 @pytest.mark.parametrize("compiled", ["none", "default"])
 def test_a_probed_plan_is_as_the_step_itself(method, compiled):
     config = make_config("small", num_layers=2)
-    wish = {"methods": [method], "seq_len": 256, "card": local_card(), "batch_size": 32, "effects": False}
+    wish = {
+        "methods": [method],
+        "seq_len": 256,
+        "card": local_card(),
+        "batch_size": 32,
+        "logical_batch": 32,
+        "effects": False,
+    }
     found = plan(config, prober=probe_in_process, settings={"dtype": "bf16", "compile": compiled}, **wish)
     (row,) = json.loads(json.dumps(found))["methods"]
     spec = RunSpec(

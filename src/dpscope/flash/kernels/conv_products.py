@@ -42,8 +42,8 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad as pad_zeros  # torch's own, whatever F.pad becomes
 
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.kernels.triton_runtime import (
@@ -97,7 +97,7 @@ class Geometry:
         return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
 
     def padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)]) if any(self.padding) else x
+        return pad_zeros(x, [side for pad in reversed(self.padding) for side in (pad, pad)]) if any(self.padding) else x
 
     def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
         """Return the windows under the `out` positions of x: (b, C, *) -> (b·groups, C/groups · Π kernel, L)."""
@@ -262,7 +262,7 @@ class ConvProduct:
         at = self.geometry
         if plan.copied:
             g = g.contiguous()
-            g = F.pad(g, (0, plan.missing)) if plan.missing else g
+            g = pad_zeros(g, (0, plan.missing)) if plan.missing else g
             return _shifted_copies(x, g, at, plan), g
         met: Any = (..., *(slice(None, None, step) for step in at.stride))
         x = at.padded(x)[met] if plan.picks else x
@@ -271,7 +271,7 @@ class ConvProduct:
     def _in_words(self, rows: Tensor, plan: _Plan) -> Tensor:
         """Return (…, *positions) in order, padded with zeros to whole words, so that a thread copies several."""
         rows = rows.contiguous()
-        return F.pad(rows.flatten(-len(self.geometry.kernel)), (0, plan.missing)) if plan.missing else rows
+        return pad_zeros(rows.flatten(-len(self.geometry.kernel)), (0, plan.missing)) if plan.missing else rows
 
 
 def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:

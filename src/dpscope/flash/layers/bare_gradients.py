@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vjp, vmap
+from torch.nn.functional import pad as pad_zeros  # torch's own, whatever F.pad becomes
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.gradients.contributions import sample_products, wide
@@ -246,7 +246,7 @@ def _of_conv(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
         padding = named.get("padding", 0)
         padding = (padding,) * n if isinstance(padding, int) else padding
         setting = setting_of((tuple(plain.shape[2:]), stride, padding, dilation, named.get("groups", 1), "zeros"))
-        x = (x if setting.pad is None else F.pad(x, setting.pad)).to(g.dtype)
+        x = (x if setting.pad is None else pad_zeros(x, setting.pad)).to(g.dtype)
         slot = slot_of(use.tap, plain)
         if slot is not None:
             add_patches(use.tap, slot, x, g, setting.geometry)

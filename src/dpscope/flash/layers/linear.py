@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad as pad_zeros  # torch's own, whatever F.pad becomes
 
 from dpscope.flash.gradients.contributions import WIDE_OUTPUT, Kept, Outer, kept_products, wide
 from dpscope.flash.gradients.paths import KEEP, Decision, stored_dtype
@@ -109,12 +109,12 @@ class LinearTap(LayerTap):
         """Return the gradient of x, and g with columns of zeros at its end if they make products faster."""
         missing = missing_columns(g.shape[-1], g.dtype, g.device)
         if missing:
-            g = F.pad(g, (0, missing))
+            g = pad_zeros(g, (0, missing))
         if not ctx.needs_input_grad[1]:
             return None, g
         assert weight is not None
         weight = weight.t() if self.transposed else weight
-        return g @ (F.pad(weight, (0, 0, 0, missing)) if missing else weight), g
+        return g @ (pad_zeros(weight, (0, 0, 0, missing)) if missing else weight), g
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live

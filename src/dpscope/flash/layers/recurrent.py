@@ -36,7 +36,8 @@ from dpscope.flash.taps.recorder import Engine, is_recording, note_call, record
 from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 from dpscope.flash.torch_side.autograd_graph import current_hooks, keeps_graph
 
-_linear = F.linear  # as it is now: torch's kernels do not ask for it, so one that is patched later is no part of them
+# As they are now: torch's kernels do not ask for them, so those that are patched later are no part of them.
+_linear, _dropout = F.linear, F.dropout
 _VF: Any = torch._VF
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 _CLASSES = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: ""}
@@ -110,7 +111,7 @@ class RecurrentTap(OpaqueTap):
                     kept.append(one)
             x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
             if layer + 1 < module.num_layers:
-                x = F.dropout(x, module.dropout, module.training)
+                x = _dropout(x, module.dropout, module.training)
         ends = tuple(torch.stack(each) for each in lasts)
         end = ends if self.mode == "LSTM" else ends[0]
         if isinstance(given, PackedSequence):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm  # torch's own, whatever F.layer_norm becomes
 
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
 from dpscope.flash.gradients.paths import KEEP, Decision
@@ -111,7 +111,7 @@ def directions_of(w: Tensor) -> Tensor:
     One operator makes them, because there is one call for each layer.
     """
     flat = w.detach().flatten(1)
-    return F.layer_norm(flat, flat.shape[1:], eps=torch.finfo(flat.dtype).tiny)
+    return layer_norm(flat, flat.shape[1:], eps=torch.finfo(flat.dtype).tiny)
 
 
 class Weight(NamedTuple):

@@ -166,6 +166,13 @@ def test_a_convolution_of_a_derived_weight_is_exact(name, monkeypatch):
     assert pulled == [7]  # of a masked weight, or of the gain
 
 
+def test_directions_are_torchs_own_where_a_user_replaces_its_function(monkeypatch):
+    w, own = torch.randn(4, 3, 3, 3), F.layer_norm
+    expected = directions_of(w)
+    monkeypatch.setattr(F, "layer_norm", lambda *args, **kwargs: own(*args, **kwargs).sin())
+    assert torch.equal(directions_of(w), expected)
+
+
 def test_a_clamp_that_begins_to_bite_is_seen_at_once():
     """A weight inside its bounds has the identity for a derivative, until it reaches them."""
     model, x = nn.Sequential(Standardised(lambda w: w.clamp(-1, 1))), {"x": torch.randn(7, 3, 5, 5)}
