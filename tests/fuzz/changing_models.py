@@ -102,6 +102,8 @@ def make_run(seed: int, device: str = "cpu") -> Run:
         entry, blocks, lambda x: x.mean(1), nn.Linear(sizes.width, CLASSES), width=sizes.width
     )
     dtype = rng.choice([torch.float32, torch.float64])
+    if device == "cuda" and any("old-style" in name for name in names):
+        dtype = torch.float32  # torch's kernel of weight_norm takes the root of a norm in float32
     model = model.to(device, dtype)
     run = Run(
         seed=seed,

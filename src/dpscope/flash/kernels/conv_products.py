@@ -73,8 +73,7 @@ LEAST_COPIES = 2**25
 FEWEST_PROGRAMS = 160
 """Programs of a launch that an H200 runs in the time of one, or nearly."""
 
-_COPY_BLOCK = 1024
-_COPY_CONSTANTS = {"BLOCK": _COPY_BLOCK, "num_warps": 4, "num_stages": 1}
+_COPY_BLOCK = 1024  # elements a program writes to each copy
 
 _PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
 _LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
@@ -170,6 +169,7 @@ class _Plan(NamedTuple):
     flops: int
     integers: tuple[int, ...]
     constants: Mapping[str, int | str]
+    copying: Mapping[str, int]  # constants of the kernel that makes the copies
 
 
 @lru_cache(maxsize=1024)  # asked by every layer in every step
@@ -206,7 +206,9 @@ def _plan(
     planes = math.prod(x[1:-n])  # channels of all images of a sample
     copied = batch * planes * copies * rows * (g[-1] + missing) * dtype.itemsize if kernel > 1 else 0
     sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies
-    return _Plan(work, *sizes, flops, tuple(integers), constants)
+    copying = {"PHASES": copies // at.kernel[-1], "KERNEL_W": at.kernel[-1], "WORD": word, "BLOCK": _COPY_BLOCK // word}
+    copying |= {"num_warps": 4, "num_stages": 1}
+    return _Plan(work, *sizes, flops, tuple(integers), constants, copying)
 
 
 class _Operands(NamedTuple):
@@ -282,11 +284,11 @@ def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:
     made = x.new_empty((images, channels, plan.copies, plan.rows, line))
     # A kernel of one row meets every stride-th row of x only.
     stride, top = (at.stride[0], at.padding[0]) if n == 2 else (1, 0)
-    phases = plan.copies // at.kernel[-1]
-    blocks = -(-channels * plan.rows * line // _COPY_BLOCK)
-    integers = [blocks, channels, height, width, plan.rows, line, line - plan.missing, stride, at.stride[-1], top]
-    integers += [at.padding[-1], at.dilation[-1], phases, at.kernel[-1]]
-    launch(_shifted_copy_kernel, images * blocks, (x, made), tuple(integers), _COPY_CONSTANTS)
+    words = line // plan.copying["WORD"]
+    blocks = -(-channels * plan.rows * words // plan.copying["BLOCK"])
+    integers = [blocks, channels, height, width, plan.rows, words, line - plan.missing, stride, at.stride[-1], top]
+    integers += [at.padding[-1], at.dilation[-1]]
+    launch(_shifted_copy_kernel, images * blocks, (x, made), tuple(integers), plan.copying)
     name = _shifted_copy_kernel.__name__
     announce(lambda: Launch(name=name, family=COPY, reads=[x], writes=[made], flops=0))
     return made
@@ -394,33 +396,38 @@ def _announce(kernel: Any, reads: list[Tensor], writes: list[Tensor], plan: _Pla
 
 
 _COPY_INTEGERS = (
-    "blocks", "channels", "height", "width", "rows", "line", "width_out", "stride", "step", "top", "left", "tap",
-    "phases", "kernel_w",
+    "blocks", "channels", "height", "width", "rows", "words", "width_out", "stride", "step", "top", "left", "tap",
 )  # fmt: skip
 
 
 @partial(jit, do_not_specialize=_COPY_INTEGERS)
 def _shifted_copy_kernel(
-    x, made, blocks, channels, height, width, rows, line, width_out, stride, step, top, left, tap, phases, kernel_w,
-    BLOCK: tl.constexpr,
+    x, made, blocks, channels, height, width, rows, words, width_out, stride, step, top, left, tap,
+    PHASES: tl.constexpr, KERNEL_W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some places of an image to all copies. x: (images, C, H, W), made: (images, C, copies, rows, line)."""
+    """Write some words of an image to all copies. x: (images, C, H, W), made: (images, C, copies, rows, line).
+
+    A thread writes a word of WORD elements at once, and finds its place once for all of them.
+    """
     image = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    area = rows * line
-    channel = at // area
-    place = at % area
-    y = (place // line) * stride - top
-    column = place % line
-    inside = (channel < channels) & (column < width_out)
-    source = x + (image * channels + channel) * height * width
-    target = made + (image * channels + channel) * phases * kernel_w * area + place
-    for phase in range(phases):
-        for j in range(kernel_w):
+    channel = at // (rows * words)
+    place = at % (rows * words)
+    area = rows * words * WORD
+    y = (place // words) * stride - top
+    along = tl.arange(0, WORD)[None, :]
+    column = ((place % words) * WORD)[:, None] + along
+    here = channel < channels
+    source = x + ((image * channels + channel) * height * width)[:, None]
+    target = made + ((image * channels + channel) * (PHASES * KERNEL_W) * area + place * WORD)[:, None] + along
+    for phase in tl.static_range(PHASES):
+        row = y + phase
+        inside = (here & (row >= 0) & (row < height))[:, None] & (column < width_out)
+        for j in tl.static_range(KERNEL_W):
             left_of = column * step + j * tap - left
-            found = inside & (y + phase >= 0) & (y + phase < height) & (left_of >= 0) & (left_of < width)
-            value = tl.load(source + (y + phase) * width + left_of, mask=found, other=0.0)
-            tl.store(target + (phase * kernel_w + j) * area, value, mask=channel < channels)
+            found = inside & (left_of >= 0) & (left_of < width)
+            value = tl.load(source + (row * width)[:, None] + left_of, mask=found, other=0.0)
+            tl.store(target + (phase * KERNEL_W + j) * area, value, mask=here[:, None])
 
 
 @jit
