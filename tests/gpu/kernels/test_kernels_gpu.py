@@ -18,7 +18,7 @@ from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.rms_norm import rms_norm_gradients
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums
-from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
+from dpscope.flash.kernels.scaled_sum import WITHOUT_TMA, SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
 from tests.unit.flash.kernels.noise_values import noise_values
@@ -213,6 +213,7 @@ def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
         SumTiles(128, 256, 64, 8, 4),
         SumTiles(256, 128, 64, 8, 4),
         SumTiles(128, 128, 64, 4, 3),
+        WITHOUT_TMA,
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ def measured(name):
         if fused:
             patch.setattr(FusedUpdate, "is_worthwhile", staticmethod(lambda optimizer: True))
         if "odd" in name:
-            patch.setattr(scaled_sum, "is_hopper", lambda device: True)
+            patch.setattr(scaled_sum, "multiplies_halves", lambda device: True)
         trainer, batch = trainer_of(method, kind, optimizer="sgd", **changes)
         return trainer, tracked_step(trainer, batch).record
 

@@ -55,6 +55,7 @@ from dpscope.flash.kernels.triton_runtime import (
     has_triton,
     jit,
     launch_on,
+    stages_that_fit,
     tl,
     use_triton,
 )
@@ -181,6 +182,7 @@ def _plan(
     in_tf32: bool,
     work: str,
     tiles: ConvTiles | None,
+    device: torch.device,
 ) -> _Plan:
     n, kernel = len(at.kernel), math.prod(at.kernel)
     channels, p, batch = x[-n - 1] // at.groups, g[-n - 1] // at.groups, g[0]
@@ -202,6 +204,8 @@ def _plan(
     constants: dict[str, int | str] = {"WORD": word, "PRECISION": precision}
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
+    step = (tiles.block_o + tiles.block_n) * tiles.block_k * dtype.itemsize
+    constants["num_stages"] = stages_that_fit(tiles.num_stages, step, device)
     flops = 2 * batch * images * length * at.groups * p * d
     planes = math.prod(x[1:-n])  # channels of all images of a sample
     copied = batch * planes * copies * rows * (g[-1] + missing) * dtype.itemsize if kernel > 1 else 0
@@ -240,7 +244,7 @@ class ConvProduct:
         shapes: tuple[tuple[int, ...], tuple[int, ...]] = self.x.shape, self.g.shape
         if samples is not None:
             shapes = (samples, *shapes[0][1:]), (samples, *shapes[1][1:])
-        return _plan(*shapes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles)
+        return _plan(*shapes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles, self.g.device)
 
     def pieces(self, plan: _Plan) -> Iterator[_Operands]:
         """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next.

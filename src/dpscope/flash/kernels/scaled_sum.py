@@ -14,13 +14,14 @@ Floating point is scale-free, so this costs one rounding (2⁻²⁴) a sample wh
 |out| / min c stays below the float32 range. Factors with |c_b| < MIN_SCALE, zero and NaN among them, skip the sample:
 its rows are never read, so inf and NaN in them never reach the sum. (Such a sample is counted as not finite.)
 
-Where torch makes the products (other GPUs, float32) and the user lets it round their operands (TF32), the same holds:
-c_b·g is not what may be rounded. Each sample's product is made as the norms saw it, and summed with its factor.
+Where torch makes the products (float32, GPUs before Ampere) and the user lets it round their operands (TF32), the same
+holds: c_b·g is not what may be rounded. Each sample's product is made as the norms saw it, and summed with its factor.
 
 The rescaling stands after the multiplication, under a condition. Before it, the accumulator would reach the tensor
 cores through that condition in every step, and the compiler would wait for each multiplication before the next.
 
-Both operands lie with K outermost ("MN-major"); Hopper's tensor cores take them so, straight from shared memory.
+Both operands lie with K outermost ("MN-major"); Hopper's tensor cores take them so, straight from shared memory. Cards
+without its copy engine load through pointers, in smaller steps.
 
 Weights of equal shapes and strides share a launch: a program finds its weight by one division, and only three pointers
 come from a table. Tensor descriptors are made on the device; making them on the host costs more than the launch itself.
@@ -50,9 +51,11 @@ from dpscope.flash.kernels.triton_runtime import (
     is_hopper,
     jit,
     launch_on,
+    multiplies_halves,
     provide_scratch,
     rows_are_aligned,
     slices,
+    stages_that_fit,
     table_on,
     tl,
     use_triton,
@@ -95,13 +98,16 @@ class SumTiles:
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    tma: bool = True
 
 
+WITHOUT_TMA = SumTiles(block_k=32, num_stages=4, tma=False)
+"""Not measured. Compiled for Ampere and Ada it takes 56 KiB of shared memory, and spills no register."""
 _NARROW = SumTiles(block_n=128, num_warps=4)
 _WORTH_SHORTER_STEPS = 0.95  # of the steps' positions: shorter steps take 1 to 2 % more where they save none
 
 
-def default_tiles(length: int, d: int) -> SumTiles:
+def default_tiles(length: int, d: int, device: torch.device) -> SumTiles:
     """Return the tile for samples of `length` positions and inputs of d features.
 
     Inputs of at most 128 features would leave half of the usual tile empty, or more: they get one of half the width. On
@@ -110,6 +116,8 @@ def default_tiles(length: int, d: int) -> SumTiles:
     A sample ends with a whole step: 197 positions are four steps of 64, or seven of 32. On an H200 the shorter ones
     take 8 to 15 % off at lengths of 136, 197 and 208, and add 1 to 2 % at 256 and 568 (2026-11-16).
     """
+    if not is_hopper(device):
+        return WITHOUT_TMA if d > _NARROW.block_n else replace(WITHOUT_TMA, block_n=_NARROW.block_n)
     tiles = _NARROW if d <= _NARROW.block_n else SumTiles()
     long, short = (-(-length // step) * step for step in (tiles.block_k, tiles.block_k // 2))
     if short > _WORTH_SHORTER_STEPS * long:
@@ -189,7 +197,7 @@ class _SumGroup:
         return [list(map(Tensor.data_ptr, column)) for column in (self.gs, self.xs, self.outs)]
 
     def is_served(self) -> bool:
-        """Return whether the kernel serves the group: half precision on Hopper, aligned rows, at least 16 positions."""
+        """Return whether the kernel serves the group: half precision, aligned rows, at least 16 positions."""
         g, x, out = self.gs[0], self.xs[0], self.outs[0]
         return (
             g.dtype == x.dtype
@@ -199,7 +207,7 @@ class _SumGroup:
             and out.stride(1) == 1
             and out.stride(0) % 4 == 0
             and rows_are_aligned(g, x)
-            and is_hopper(g.device)
+            and multiplies_halves(g.device)
             and reduce(or_, chain(*self.pointers)) % 16 == 0
         )
 
@@ -232,7 +240,7 @@ def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
     if g.dim() != 3 or x.dim() != 3 or g.dtype != x.dtype or g.dtype not in _HALF:
         return False
     odd = x.shape[2] % 8 or not rows_are_aligned(g, x)
-    return bool(odd) and g.shape[0] > 0 and g.shape[1] >= 16 and is_hopper(g.device)
+    return bool(odd) and g.shape[0] > 0 and g.shape[1] >= 16 and multiplies_halves(g.device)
 
 
 @allocates(GRADIENTS, "aten::clone")
@@ -261,9 +269,21 @@ def _next_factor(scale, b, batch, min_scale, current):
 
 
 @jit
+def _load(rows, b, row, first, length, width, stride_b, stride_t, K: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr):
+    """Return K rows of sample b, N features from `first` on; zeros past the sample's length and width."""
+    if TMA:
+        tile = rows.load([b, row, first]).reshape(K, N)
+    else:
+        t, i = row + tl.arange(0, K), first + tl.arange(0, N)
+        places = rows + b.to(tl.int64) * stride_b + t.to(tl.int64)[:, None] * stride_t + i[None, :]
+        tile = tl.load(places, mask=(t < length)[:, None] & (i < width)[None, :], other=0.0)
+    return tile
+
+
+@jit
 def _tile_sum(
-    g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    g_rows, x_rows, scale, live_bits, m, n, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
+    min_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Return Σ_b c_b G_bᵀX_b for rows [m, m+BLOCK_M) and columns [n, n+BLOCK_N), float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -274,8 +294,8 @@ def _tile_sum(
     for _ in range(batch * tl.cdiv(length, BLOCK_K)):
         live = ((live_bits >> b) & 1) != 0
         row = tl.where(live, k, length)
-        g_tile = g_rows.load([b, row, m]).reshape(BLOCK_K, BLOCK_M)
-        x_tile = x_rows.load([b, row, n]).reshape(BLOCK_K, BLOCK_N)
+        g_tile = _load(g_rows, b, row, m, length, p, g_stride_b, g_stride_t, BLOCK_K, BLOCK_M, TMA)
+        x_tile = _load(x_rows, b, row, n, length, d, x_stride_b, x_stride_t, BLOCK_K, BLOCK_N, TMA)
         acc = dot(g_tile.T, x_tile, acc, "ieee")
         last = k + BLOCK_K >= length
         if last:
@@ -319,22 +339,34 @@ def _scaled_sum_kernel(
     GROUP_M: tl.constexpr,
     MAX_SAMPLES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Compute one BLOCK_M×BLOCK_N tile of one weight per program. table: (weights, 3) pointers to g, x and out."""
     pointers = table + (tl.program_id(0) // tiles_each) * 3
     m, n = _place(tl.program_id(0) % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
     # Descriptors give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for
     # samples that are skipped, which are read at row T.
-    g = tl.load(pointers).to(tl.pointer_type(DTYPE))
-    x = tl.load(pointers + 1).to(tl.pointer_type(DTYPE))
-    g_rows = tl.make_tensor_descriptor(g, [batch, length, p], [g_stride_b, g_stride_t, 1], [1, BLOCK_K, BLOCK_M])
-    x_rows = tl.make_tensor_descriptor(x, [batch, length, d], [x_stride_b, x_stride_t, 1], [1, BLOCK_K, BLOCK_N])
+    g_rows = tl.multiple_of(tl.load(pointers).to(tl.pointer_type(DTYPE)), 16)
+    x_rows = tl.multiple_of(tl.load(pointers + 1).to(tl.pointer_type(DTYPE)), 16)
+    if TMA:
+        g_rows = tl.make_tensor_descriptor(
+            g_rows, [batch, length, p], [g_stride_b, g_stride_t, 1], [1, BLOCK_K, BLOCK_M]
+        )
+        x_rows = tl.make_tensor_descriptor(
+            x_rows, [batch, length, d], [x_stride_b, x_stride_t, 1], [1, BLOCK_K, BLOCK_N]
+        )
+    else:  # rows begin on 16-byte words, which asynchronous copies need to know
+        g_stride_b, g_stride_t = tl.multiple_of(g_stride_b, 8), tl.multiple_of(g_stride_t, 8)
+        x_stride_b, x_stride_t = tl.multiple_of(x_stride_b, 8), tl.multiple_of(x_stride_t, 8)
     # Which samples are live is packed into bits first: a load inside the loop, on which the operands' loads depend,
     # would take its place in the software pipeline.
     lanes = tl.arange(0, MAX_SAMPLES)
     factors = tl.load(scale + lanes, mask=lanes < batch, other=0.0)
     live_bits = tl.sum(tl.where(tl.abs(factors) >= min_scale, 1, 0).to(tl.int64) << lanes.to(tl.int64))
-    acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = _tile_sum(
+        g_rows, x_rows, scale, live_bits, m, n, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
+        min_scale, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+    )  # fmt: skip
     out = tl.multiple_of(tl.load(pointers + 2).to(tl.pointer_type(tl.float32)), 16)
     i = m + tl.arange(0, BLOCK_M)
     j = n + tl.arange(0, BLOCK_N)
@@ -349,14 +381,16 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
     """Launch once for each group and at most _MAX_SAMPLES samples, with one table for all."""
     device = groups[0].gs[0].device
     scale = scale.float().contiguous()
-    provide_scratch(device)
     parts = [(group, start) for group in groups for start in range(0, len(scale), _MAX_SAMPLES)]
     tables = table_on(device, *(group.table(start) for group, start in parts))
     with launch_on(device):
         for (group, start), table in zip(parts, tables, strict=True):
             g, x = group.gs[0], group.xs[0]
             (batch, length, p), d = g.shape, x.shape[2]
-            tiles = forced or default_tiles(length, d)
+            tiles = forced or default_tiles(length, d, device)
+            if tiles.tma:
+                provide_scratch(device)
+            step = (tiles.block_m + tiles.block_n) * tiles.block_k * g.element_size()
             tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
             _scaled_sum_kernel[(len(group.gs) * tiles_each,)](
                 table,
@@ -377,8 +411,9 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
                 GROUP_M=_GROUP_M,
                 MAX_SAMPLES=_MAX_SAMPLES,
                 ACCUMULATE=group.add or start > 0,
+                TMA=tiles.tma,
                 num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
+                num_stages=stages_that_fit(tiles.num_stages, step, device),
             )
 
 

@@ -128,6 +128,24 @@ def is_hopper(device: torch.device) -> bool:
     return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
 
 
+def multiplies_halves(device: torch.device) -> bool:
+    """Return True if tensor cores multiply both half precisions; the interpreter does."""
+    return capability(device_index(device)) >= (8, 0) if device.type == "cuda" else INTERPRETED
+
+
+def stages_that_fit(stages: int, bytes_each: int, device: torch.device) -> int:
+    """Return how many of the wanted steps of a loop can be in flight, if the operands of one take so many bytes.
+
+    They lie in shared memory, of which GeForce and most cards for inference have less than half of a data centre's.
+    """
+    if device.type != "cuda":
+        return stages
+    version = capability(device_index(device))
+    waits_in_memory = 9 <= version[0] <= 11  # elsewhere the step that is multiplied is in registers
+    kib = 227 if waits_in_memory else 163 if version in ((8, 0), (8, 7)) else 99
+    return min(stages, (kib - 1) * 1024 // bytes_each + (not waits_in_memory))
+
+
 def device_index(device: torch.device) -> int:
     """Return the device's number, or the current device's if it has none."""
     if dry_run.current() is not None:

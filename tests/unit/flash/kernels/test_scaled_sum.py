@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpscope.flash.kernels import scaled_sum as module
-from dpscope.flash.kernels import triton_runtime
-from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
+from dpscope.flash.kernels import scaled_sum, triton_runtime
+from dpscope.flash.kernels.scaled_sum import WITHOUT_TMA, SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
 from dpscope.vocabulary.phases import Launch, hearing
 from tests.torch_here import takes_descriptors
@@ -21,6 +20,8 @@ pytestmark = takes_descriptors
 
 # Blocks so small that every shape here has inner tiles and edges.
 SMALL = SumTiles(16, 32, 16, 4, 2)
+SMALL_WITHOUT_TMA = SumTiles(16, 32, 16, 4, 2, tma=False)
+CUDA = torch.device("cuda", 0)
 
 
 def operands(batch: int, length: int, p: int, d: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -40,13 +41,19 @@ def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
     assert error < bound, f"relative error {error:.1e}"
 
 
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_sum, "is_hopper", lambda device: True)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, SMALL_WITHOUT_TMA], ids=["tma", "pointers"])
 @pytest.mark.parametrize("length", [16, 33, 130])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_weighted_sum(batch: int, length: int, backend: Backend) -> None:
+def test_the_weighted_sum(batch: int, length: int, tiles: SumTiles, backend: Backend) -> None:
     """T not a multiple of the K block; p and d not multiples of the tile."""
     g, x = operands(batch, length, 24, 40)
     scale = torch.rand(batch) + 0.1
-    got = sum_of(g, x, scale, backend=backend, tiles=SMALL)
+    got = sum_of(g, x, scale, backend=backend, tiles=tiles)
     assert got.dtype == torch.float32
     assert_sum(got, g, x, scale)
 
@@ -111,7 +118,7 @@ def test_adding_into_out(backend: Backend) -> None:
 
 
 def test_more_samples_than_one_launch_takes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_SAMPLES", 4)
+    monkeypatch.setattr(scaled_sum, "_MAX_SAMPLES", 4)
     g, x = operands(9, 16, 8, 16)
     scale = torch.rand(9) + 0.1
     assert_sum(sum_of(g, x, scale, backend=backend, tiles=SMALL), g, x, scale)
@@ -151,17 +158,25 @@ def test_default_tiles_of_every_width(length: int, d: int, backend: Backend) -> 
     assert_sum(sum_of(g, x, scale, backend=backend), g, x, scale)
 
 
-def test_narrow_inputs_get_narrow_tiles() -> None:
+def test_narrow_inputs_get_narrow_tiles(on_hopper: None) -> None:
     narrow = SumTiles(block_n=128, num_warps=4)
-    assert [default_tiles(256, d) for d in (8, 128)] == [narrow, narrow]
-    assert [default_tiles(256, d) for d in (136, 256, 2048)] == [SumTiles()] * 3
+    assert [default_tiles(256, d, CUDA) for d in (8, 128)] == [narrow, narrow]
+    assert [default_tiles(256, d, CUDA) for d in (136, 256, 2048)] == [SumTiles()] * 3
+
+
+def test_cards_without_the_copy_engine_load_through_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_sum, "is_hopper", lambda device: False)
+    assert default_tiles(256, 2048, CUDA) == WITHOUT_TMA
+    assert default_tiles(256, 64, CUDA).block_n == 128
 
 
 @pytest.mark.parametrize(("length", "step"), [(64, 64), (256, 64), (568, 64), (1312, 64), (32, 32), (136, 32)])
-def test_samples_that_leave_much_of_their_last_step_empty_are_walked_in_shorter_ones(length: int, step: int) -> None:
+def test_samples_that_leave_much_of_their_last_step_empty_are_walked_in_shorter_ones(
+    length: int, step: int, on_hopper: None
+) -> None:
     for d, narrow in ((2048, {}), (64, {"block_n": 128, "num_warps": 4})):
         stages = {64: 3, 32: 6}[step]
-        assert default_tiles(length, d) == SumTiles(block_k=step, num_stages=stages, **narrow)
+        assert default_tiles(length, d, CUDA) == SumTiles(block_k=step, num_stages=stages, **narrow)
 
 
 def test_an_empty_batch_gives_zero() -> None:
