@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 CUT = Cut(chunk=16384, block=1024)
 FINE_CUT = Cut(chunk=2048, block=1024)
 """Of lists that `CUT` leaves with too few programs to fill a GPU."""
-FEWEST_PROGRAMS = 1024
+ENOUGH_PROGRAMS = 1024
 
 Pointers = npt.NDArray[np.int64]  # (columns, tensors)
 Kinds = dict[tuple[Any, ...], list[int]]
@@ -229,7 +229,7 @@ def _extents(
 ) -> tuple[Tensor, Tensor, int, Cut]:
     """Return chunk_starts, (elements, first element in the stream) of each, the number of chunks, and the cut."""
     if cut is None:
-        cut = CUT if sum(sizes) >= FEWEST_PROGRAMS * CUT.chunk else FINE_CUT
+        cut = CUT if sum(sizes) >= ENOUGH_PROGRAMS * CUT.chunk else FINE_CUT
     chunk_starts = [0, *accumulate(-(-size // cut.chunk) for size in sizes)]
     first, extents = table_on(
         device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, strict=True))), wait=True
