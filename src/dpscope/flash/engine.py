@@ -106,7 +106,7 @@ class FlashEngine:
         self.model = model = self.ranks.module
         self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
-        budget = MemoryBudget(memory_budget, list(model.parameters()))
+        self._budget = budget = MemoryBudget(memory_budget, list(model.parameters()))
         self.path_rules = PathRules(
             path, budget, reduced=self.ranks.gathers_weights, runs_again=lambda: self.recorder.runs_again
         )
@@ -131,7 +131,7 @@ class FlashEngine:
         plain = [f"{n}={v}" for n, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)]
         self.ranks.control.agree("the arguments of make_private", plain)
         self.running_sums = RunningSums(self._slots.values())
-        self.anchor = Anchor(budget.begin_backward)
+        self.anchor = Anchor(self._begin_backward)
         self.attachment = Attachment(self, self.ranks)
         self.verification = Verification(
             self,
@@ -145,7 +145,7 @@ class FlashEngine:
             self.state,
             self.verification,
             retap=self.attachment.retap,
-            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            close=self._close_before_next,
             abandon=self.abandon_draw,
             batch_size_of=batch_size_of,
             budget=budget,
@@ -272,6 +272,10 @@ class FlashEngine:
         groups.ids = self.ranks.ids_of_all(groups.ids or frozenset())
         self.groups = groups
 
+    def _begin_backward(self) -> Callable[[], None]:
+        self._budget.begin_backward()
+        return self.state.begin_backward()
+
     # -- closing -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -281,17 +285,23 @@ class FlashEngine:
         """
         self.running_sums.refuse_other_gradients()
         self.accumulate()
-        with torch.no_grad():
+        with torch.no_grad(), self.losing_sums(others=True):
             self.running_sums.hand_out()
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Close the micro-batch and add its clipped sums to those that the engine holds. Leave p.grad unchanged."""
         sums = self.running_sums
-        with self._whole_sums():
-            for parameter, total in _one_by_one(self._close(into=sums.get)):
+        batches = self._close(into=sums.get)
+        with self.losing_sums(others=bool(sums)):
+            for parameter, total in _one_by_one(batches):
                 if sums.get(parameter) is None:
                     sums.put(parameter, total)
+
+    def _close_before_next(self) -> None:
+        """Close the micro-batch before the next forward pass. A loop would try that one again after an error."""
+        with self.losing_sums(others=True):
+            self.accumulate()
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return an iterator over (parameter, Σ_b c_b v_b), each trainable parameter once; leave p.grad unchanged.
@@ -310,14 +320,15 @@ class FlashEngine:
         refuse_hooks(self._slots.values(), guards=1)
         if self.groups.ids or (self.state.recorded and self.state.batch_size and not self.forwards.is_made_up):
             self.state.refuse_split(self.groups.ids, self.running_sums.remain)
-        passes = [] if self.blocks is None else self.blocks.close()
-        rows = self.state.rows
+        with self._failing_batch():
+            passes = [] if self.blocks is None else self.blocks.close()
+        rows, sums_before = self.state.rows, bool(self.running_sums)
         recorded = self.state.close()
-        if recorded and self.forwards.is_made_up:
-            recorded, passes = [], []  # of a sample that is nobody's
-        closing = Closing(self, self.blocks, passes, recorded or [])
-        micro, clip = None, max(self.clip.sensitivity(), closing.sensitivity)
-        with no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
+        with self._failing_batch(), no_autocast(recorded[0][0].parameter.device.type if recorded else "cpu"):
+            if recorded and self.forwards.is_made_up:
+                recorded, passes = [], []  # of a sample that is nobody's
+            closing = Closing(self, self.blocks, passes, recorded or [])
+            micro, clip = None, max(self.clip.sensitivity(), closing.sensitivity)
             closing.hold_clashing(recorded or [])
             if recorded:
                 still_held = [(slot, parts) for slot, parts in recorded if parts]
@@ -330,7 +341,7 @@ class FlashEngine:
                 if recorded is not None:
                     self.state.count(ids=self.groups.ids)  # of other ranks
                 self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
-            with self._whole_sums():
+            with self.losing_sums(others=sums_before):
                 sums = closing.sums(self._slots, micro, into, factored=factored)
         if micro is not None:
             self.path_rules.close()
@@ -340,18 +351,30 @@ class FlashEngine:
         return sums
 
     @contextmanager
-    def _whole_sums(self) -> Iterator[None]:
+    def _failing_batch(self) -> Iterator[None]:
+        """Have the micro-batch fail alone after an error inside: it may be tried again. Other ranks hold sums of it."""
+        try:
+            yield
+        except BaseException:
+            if self.ranks.several:
+                self.running_sums.drop()
+                self.state.lose(others=True)
+            else:
+                self.state.fail()
+            raise
+
+    @contextmanager
+    def losing_sums(self, *, others: bool) -> Iterator[None]:
         """Drop the sums of the step after an error inside: some of them hold the micro-batch, others do not.
 
         A loop that tries the batch again, as after a lack of memory, would count its samples twice.
+        `others`: the sums hold other micro-batches, too.
         """
         try:
             yield
         except BaseException:
-            if self.state.accumulating:
-                self.abandon_draw(keeps_batch=True)
-            self.state.forget_sums()
-            self.running_sums.clear()
+            self.running_sums.drop()
+            self.state.lose(others=others)
             raise
 
     @contextmanager

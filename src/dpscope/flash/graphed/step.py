@@ -198,12 +198,13 @@ class CapturedStep:
                 static.copy_(given, non_blocking=True)
             real = self.size if rows is None else rows.real
             self._static.fill(real)
-            self.engine.count_replay(self.size, rows)
-            if self.update is None:
-                self._replay()
-            else:
-                self.optimizer.replay_update(self.update, self._replay)
-            self.engine.take_replayed(self._sums, self._clipped, real)
+            with self.engine.losing_sums(others=bool(self.engine.running_sums)):
+                self.engine.count_replay(self.size, rows)
+                if self.update is None:
+                    self._replay()
+                else:
+                    self.optimizer.replay_update(self.update, self._replay)
+                self.engine.take_replayed(self._sums, self._clipped, real)
             return self._loss.clone()
 
     def holds(self, parameter: nn.Parameter, total: Tensor) -> bool:
@@ -292,9 +293,10 @@ class GraphedStep:
             raise UserError("warm_up comes between steps: the sums of a step that has begun would be lost")
         dropped = self.engine.nonfinite_samples
         with random_states_kept(cuda_devices(self.engine.model)):
-            self._eagerly((args, kwargs))
-            self.engine.state.skip_step()  # the second one is added to the first, as in a logical batch
-            self._eagerly((args, kwargs))
+            for _ in range(2):
+                self._eagerly((args, kwargs))
+                self.engine.accumulate()
+                self.engine.state.skip_step()  # the second one is added to the first, as in a logical batch
             self.engine.state.complete()
         self.optimizer.zero_grad()
         self.engine.nonfinite_samples = dropped
@@ -343,9 +345,12 @@ class GraphedStep:
 
     def _eagerly(self, call: tuple[Any, Any]) -> Tensor:
         args, kwargs = call
-        found = self.loss(*args, **kwargs)
-        found.backward()  # type: ignore[no-untyped-call]
-        self.engine.accumulate()
+        try:
+            found = self.loss(*args, **kwargs)
+            found.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.engine.state.drop()  # a call that is tried again begins anew
+            raise
         return found.detach()
 
 

@@ -39,6 +39,10 @@ class PhysicalBatches:
     def _now(self) -> NumberedDraw:
         return NumberedDraw(getattr(self.sampler, "passes", 0), getattr(self.sampler, "draws_given", 0))
 
+    def is_other(self, draw: NumberedDraw) -> bool | None:
+        """Return whether a draw is another one than that of the last step. None: draws are not counted."""
+        return draw != self.summed if draw.number else None
+
     def announce(self, goes_on: bool) -> None:
         """Announce a physical batch of the current draw. `goes_on`: it is not the last one."""
         self._announced.append((goes_on, self._now()))
@@ -59,8 +63,12 @@ class PhysicalBatches:
         self._announced = kept
         return kept[0] if kept else (False, self._now())
 
+    def begin(self) -> None:
+        """Note the draw of this step's batch, whose sums are used from now on."""
+        _, self.summed = self.next()
+
     def take(self) -> bool:
-        """Return whether the draw of this step's batch goes on."""
+        """Return whether the draw of this step's batch goes on. A batch is taken once its step cannot fail any more."""
         goes_on, self.summed = self.next()
         del self._announced[:1]
         self._left = len(self._announced)

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from inspect import Parameter, signature
 from typing import Any, NoReturn
 
@@ -185,7 +186,9 @@ class DPFlashOptimizer(DPOptimizer):
             return None
         self._refuse_adam_bc()
         self._privatise()
-        result: float | None = self.original_optimizer.step()
+        with self._taking():
+            result: float | None = self.original_optimizer.step()
+        self.physical_batches.take()
         return result
 
     @_OUTSIDE_OF_GRAPHS
@@ -196,6 +199,7 @@ class DPFlashOptimizer(DPOptimizer):
         if self._skips():
             return False
         self._privatise()
+        self.physical_batches.take()
         return True
 
     def _refuse_adam_bc(self) -> None:
@@ -206,8 +210,13 @@ class DPFlashOptimizer(DPOptimizer):
     def _privatise(self) -> None:
         """Turn the record of backward into the private gradient in `.grad`."""
         self.clip_and_accumulate()
-        self.add_noise()
-        self._account()
+        with self._taking():
+            self.add_noise()
+            self._account()
+
+    def _taking(self) -> AbstractContextManager[None]:
+        """Return a context for taking the step. After an error inside, none of its sums is used again."""
+        return self.engine.losing_sums(others=True)
 
     def _begin(self) -> list[nn.Parameter]:
         """Refuse a step that would not be private. Return the parameters that are trained."""
@@ -238,8 +247,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._meet_ranks(skips)
         if skips:
             self.clip_and_accumulate()
-        self.physical_batches.take()  # not before: a loop may try the batch again after an error
-        self._is_last_step_skipped = skips
+            self.physical_batches.take()  # not before: a loop may try the batch again after an error
+            self.engine.state.skip_step()
         return skips
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -247,12 +256,22 @@ class DPFlashOptimizer(DPOptimizer):
         self.physical_batches.announce(do_skip)
 
     def draw_goes_on(self) -> bool:
-        """Return whether the next step only sums. Drop the sums of another draw, whose rest the loop left out."""
+        """Return whether the next step only sums. Drop the sums of another draw, whose rest the loop left out.
+
+        Raise UserError if the draw was given up. Where draws are not counted, it ends with its last batch.
+        """
         goes_on, draw = self.physical_batches.next()
+        state = self.engine.state
         # Padded batches know their own draw, and workers may have drawn others by now.
         is_known = len(self.physical_batches) > 0 or not self.engine.forwards.expects_padding
-        if is_known and self.engine.state.accumulating and draw != self.physical_batches.summed:
+        if is_known and state.accumulating and draw != self.physical_batches.summed:
             self.engine.abandon_draw(keeps_batch=True)
+        elif state.given_up:
+            is_other = self.physical_batches.is_other(draw) if is_known else False if state.knows_draw else None
+            if is_other or (is_other is None and not goes_on):
+                state.forget_sums()
+            if not is_other:
+                state.refuse_draw()
         return goes_on
 
     def _meet_ranks(self, skips: bool) -> None:
@@ -319,7 +338,9 @@ class DPFlashOptimizer(DPOptimizer):
             del held
         else:
             batches = self.engine.factored_sums()
-        fused(batches, self._spend())
+        with self._taking():
+            fused(batches, self._spend())
+        self.physical_batches.take()
         if running:
             self.engine.clear_gradients()
 
@@ -359,13 +380,16 @@ class DPFlashOptimizer(DPOptimizer):
         self._begin()
         self._skips()
         self.engine.running_sums.ignore_gradients()
-        how = self._spend()
-        update.fill(how.draw(), how.numbers)
-        replay()
-        update.end_replay()
+        with self._taking():
+            how = self._spend()
+            update.fill(how.draw(), how.numbers)
+            replay()
+            update.end_replay()
+        self.physical_batches.take()
 
     def _account(self) -> None:
         self._steps += 1
+        self.physical_batches.begin()
         observed = self.engine.state.observed
         counted = 0.0 if observed is None else float(observed)
         expected = (self.expected_batch_size or 1) * self.accumulated_iterations

@@ -69,6 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() or step() has already been called on this optimizer since the last update()")
+        optimizer.draw_goes_on()  # refuses a draw that an error has ended, and drops the sums of one that was left
         optimizer.clip_and_accumulate()
         self._note_overflows(optimizer, state)
         state["stage"] = OptState.UNSCALED

@@ -138,14 +138,15 @@ class ForwardPasses:
     def begin_replay(self, rows: Rows | None) -> bool:
         """Begin a micro-batch that a graph will run. Return False if it is due for a check and has to run eagerly."""
         self.close_recorded()
-        if self.state.leaves_out_rest(rows):
-            self._abandon()
+        self._meet_draw(rows)
         return not self.refresh() and self._verification.schedule.count_replay()
 
     def close_recorded(self) -> None:
         """Close the micro-batch before a forward pass that follows a backward pass."""
         if self.state.recorded and not self.in_trial and not self.runs_again():
-            self._close()
+            self.state.fail_unfinished()
+            if self.state.recorded:
+                self._close()
 
     def runs_again(self) -> bool:
         """Return whether a forward pass now would be a checkpoint that runs again."""
@@ -200,9 +201,14 @@ class ForwardPasses:
                 f"the model was called with {count} samples, made of a padded batch of {rows.size} rows: which of them "
                 "are padding is not known; call it with the rows that the loader gave"
             )
+        self._meet_draw(rows)
+        return rows, without_marks((args, kwargs))
+
+    def _meet_draw(self, rows: Rows | None) -> None:
+        """Drop the sums of another draw, of which the rest was left out."""
         if self.state.leaves_out_rest(rows):
             self._abandon()
-        return rows, without_marks((args, kwargs))
+        self.state.meet(rows)
 
     def _call_root(self, call: RootCall) -> Any:
         self.close_recorded()

@@ -1,16 +1,21 @@
 """State of a training step: the micro-batch that is open, and the clipped sums of the micro-batches before it.
 
-The micro-batch is in one of three states:
+The micro-batch is in one of four states:
 
     CLOSED        no forward pass since the last closing or zero_grad()
     OPENED        a forward pass has told the number of samples
     RECORDED      a backward pass has left contributions, or was that of an empty batch
+    FAILED        its backward pass or closing has failed: nothing is left of it, and no step is taken before it is run
+                  again
 
-and the sums of the micro-batches that are closed are in one of three:
+and the sums of the micro-batches that are closed are in one of five:
 
     COLLECTING    no optimizer has used them; zero_grad() drops them
     ACCUMULATING  they belong to a logical batch that is not complete; zero_grad() keeps them
     APPLIED       an optimizer has used them; zero_grad() has to come before its next step
+    LOST          an error has dropped them; zero_grad() has to come before the next closing or step
+    GIVEN_UP      an error has dropped sums of a draw, or came when its step was accounted for: another draw has to come
+                  before the next closing or step
 
 | transition        | called by                         | micro-batch              | sums                              |
 | ----------------- | --------------------------------- | ------------------------ | --------------------------------- |
@@ -19,8 +24,13 @@ and the sums of the micro-batches that are closed are in one of three:
 | record(slot)      | a backward pass                   | any -> RECORDED          | refused if one is counted already |
 |                   |                                   |                          | and accumulation is forbidden, or |
 |                   |                                   |                          | its draw goes on                  |
-| close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and none is     |
-|                   |                                   |                          | counted                           |
+| close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if LOST or GIVEN_UP, or   |
+|                   |                                   |                          | OPENED and none is counted        |
+| fail()            | an error in a closing, or before  | any -> FAILED            |                                   |
+|                   | it in a backward pass             |                          |                                   |
+| lose(others)      | an error while sums are made, or  | any -> FAILED            | none is counted; -> LOST if sums  |
+|                   | the step is taken                 |                          | of others are lost, or GIVEN_UP   |
+|                   |                                   |                          | from ACCUMULATING or APPLIED      |
 | refuse_split(ids) | the same, before it               |                          | refused if they hold a sample of  |
 |                   |                                   |                          | which there are more rows         |
 | count(size, clip) | the same, when norms are taken    |                          | one micro-batch more is counted   |
@@ -29,12 +39,13 @@ and the sums of the micro-batches that are closed are in one of three:
 | discard()         | discard()                         | any -> CLOSED            | none is counted, unless           |
 |                   |                                   |                          | ACCUMULATING                      |
 | clear()           | zero_grad()                       | any -> CLOSED            | the same, and APPLIED ->          |
-|                   |                                   |                          | COLLECTING                        |
-| begin_step()      | step()                            |                          | refused if APPLIED                |
+|                   |                                   |                          | COLLECTING, LOST -> COLLECTING;   |
+|                   |                                   |                          | ACCUMULATING -> GIVEN_UP if one   |
+|                   |                                   |                          | is counted                        |
+| begin_step()      | step()                            | refused if FAILED        | refused if APPLIED or LOST        |
 | skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
-| complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
-| forget_sums()     | step() that begins another draw,  |                          | -> COLLECTING, none is counted    |
-|                   | or an error while sums are made   |                          |                                   |
+| complete()        | a loop that leaves one            |                          | ACCUMULATING -> COLLECTING        |
+| forget_sums()     | step() that begins another draw   |                          | -> COLLECTING, none is counted    |
 | apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
 
 Every transition is legal from every state, except what is said to be refused, and open() of a RECORDED micro-batch
@@ -48,7 +59,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -68,16 +79,19 @@ class MicroBatchState(Enum):
     CLOSED = auto()
     OPENED = auto()
     RECORDED = auto()
+    FAILED = auto()
 
 
 class SumsState(Enum):
     COLLECTING = auto()
     ACCUMULATING = auto()
     APPLIED = auto()
+    LOST = auto()
+    GIVEN_UP = auto()
 
 
-CLOSED, OPENED, RECORDED = MicroBatchState
-COLLECTING, ACCUMULATING, APPLIED = SumsState
+CLOSED, OPENED, RECORDED, FAILED = MicroBatchState
+COLLECTING, ACCUMULATING, APPLIED, LOST, GIVEN_UP = SumsState
 
 
 def _reading(name: str) -> Any:
@@ -105,8 +119,10 @@ class StepState:
         self._size: int | None = None
         self._rows: Rows | None = None
         self._last_rows: Rows | None = None  # of the last micro-batch in the sums
+        self._rows_before: Rows | None = None  # the same, of sums that were used or lost
         self._generation = self._samples = 0
         self._touched: dict[Slot, None] = {}
+        self._running: set[object] = set()  # backward passes that have not ended, or ended with an error
         self._counted = 0  # micro-batches in the sums
         self._largest_clip = 0.0
         self._observed: Tensor | None = None
@@ -124,6 +140,15 @@ class StepState:
     @property
     def accumulating(self) -> bool:
         return self._sums is ACCUMULATING
+
+    @property
+    def given_up(self) -> bool:
+        return self._sums is GIVEN_UP
+
+    @property
+    def knows_draw(self) -> bool:
+        """True if batches of another draw are told by their rows."""
+        return self._rows_before is not None and self._rows_before.draw is not None
 
     @property
     def batch_size(self) -> int | None:
@@ -146,6 +171,11 @@ class StepState:
         last = self._last_rows
         return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
 
+    def meet(self, rows: Rows | None) -> None:
+        """Meet the rows of a padded batch: one of another draw ends a draw that was given up."""
+        if self.given_up and rows is not None and self._rows_before and rows.draw != self._rows_before.draw:
+            self.forget_sums()
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches that a step would use now: the counted ones, and the one that a backward pass has reached."""
@@ -164,6 +194,8 @@ class StepState:
     def open(self, size: int, *, rows: Rows | None = None, in_backward: bool = False) -> None:
         if self._micro_batch is not RECORDED:
             self._micro_batch = OPENED
+            if not in_backward:
+                self._running.clear()
             # Backward passes are of this forward pass from now on, or it is not known of which rows.
             if rows != self._rows:
                 self._generation += 1
@@ -180,7 +212,7 @@ class StepState:
     def trial(self, size: int) -> Iterator[None]:
         """Expect passes of `size` samples inside the block, whose record `take_recorded` returns; then restore all."""
         rows = {"_rows": None, "_last_rows": None}
-        sums = {"_counted": 0, "_touched": {}, "_sums": COLLECTING}
+        sums = {"_counted": 0, "_touched": {}, "_running": set(), "_sums": COLLECTING}
         with temporarily(self, _micro_batch=OPENED, _size=size, **rows, **sums):
             try:
                 yield
@@ -222,22 +254,46 @@ class StepState:
     def record(self, slot: Slot | None = None) -> None:
         """Record that a backward pass reached a parameter. With an empty batch it reaches none, and counts as well."""
         if self._micro_batch is not RECORDED:
-            if self._counted and self._last_rows is not None and self._last_rows.more:
-                raise UserError(
-                    "a second backward pass since the last step, but the padded loader has cut this draw into several "
-                    "batches: call optimizer.step() and zero_grad() for each; the last takes the step"
-                )
-            if self._forbids_accumulation and self._counted:
-                raise UserError(
-                    "a second backward pass since the last step, but a Poisson draw is one step: call step() and "
-                    "zero_grad() after each, or use Opacus's BatchMemoryManager (in a Trainer: dpscope.transformers)"
-                )
+            if self._counted:
+                self._refuse_second()
             self._micro_batch = RECORDED
         if slot is not None:
             self._touched[slot] = None
 
+    def _refuse_second(self) -> None:
+        """Refuse a second micro-batch in a step that is to have one."""
+        is_cut = self._last_rows is not None and self._last_rows.more
+        if not is_cut and not self._forbids_accumulation:
+            return
+        self._running.clear()  # the first one can be used
+        raise UserError(
+            "a second backward pass since the last step, but "
+            + (
+                "the padded loader has cut this draw into several batches: call optimizer.step() and zero_grad() for "
+                "each; the last takes the step"
+                if is_cut
+                else "a Poisson draw is one step: call step() and zero_grad() after each, or use Opacus's "
+                "BatchMemoryManager (in a Trainer: dpscope.transformers)"
+            )
+        )
+
+    def begin_backward(self) -> Callable[[], None]:
+        """Note that a backward pass begins. Return what it calls at its end, unless that is an error."""
+        running, this = self._running, object()
+        running.add(this)
+        return lambda: running.discard(this)
+
+    def fail_unfinished(self) -> None:
+        """Forget a micro-batch whose backward pass has ended with an error."""
+        if self._running:
+            self.fail()
+
     def close(self) -> Recorded | None:
         """Return the record of the backward passes: empty for an empty batch, None if there was no backward pass."""
+        self._refuse_lost()
+        self.fail_unfinished()
+        if self.given_up:
+            self.refuse_draw()
         if self._micro_batch is OPENED and self._size and not self._counted:
             raise UserError(
                 f"there was a forward pass of {self._size} samples, but no backward pass that accumulates "
@@ -281,6 +337,7 @@ class StepState:
         for slot in self._touched:
             slot.take()
         self._touched.clear()
+        self._running.clear()
         for forget in self._forget:
             forget()
         if self._micro_batch is RECORDED:
@@ -288,7 +345,39 @@ class StepState:
             self._size = self._rows = None
         self._micro_batch = CLOSED
 
+    def fail(self) -> None:
+        """Forget the micro-batch, whose closing has failed. The sums are those of before."""
+        self.drop()
+        self._micro_batch = FAILED
+
     # -- the sums ----------------------------------------------------------------------------------------------------
+
+    def lose(self, *, others: bool) -> None:
+        """Forget the micro-batch and the sums after an error. `others`: sums of other micro-batches were among them.
+
+        A loop may try the batch again. That is the whole step if there were no others and it is not accounted for.
+        """
+        if others and self._sums in (ACCUMULATING, APPLIED):
+            self._sums = GIVEN_UP
+        elif self._sums in (COLLECTING, ACCUMULATING):
+            self._sums = LOST if others else COLLECTING
+        self._samples = 0
+        self._empty()
+        self.fail()
+
+    def _refuse_lost(self) -> None:
+        if self._sums is LOST:
+            raise UserError(
+                "an error has dropped the clipped sums of earlier batches of this step: call zero_grad(), and train on "
+                "all batches of the step again"
+            )
+
+    def refuse_draw(self) -> NoReturn:
+        raise UserError(
+            "this draw was given up: an error, or zero_grad() before step(), has dropped sums of it, or an error came "
+            "when its step was accounted for. Its batches cannot be tried again: call zero_grad(), and go on with the "
+            "next draw"
+        )
 
     def discard(self) -> None:
         self.drop()
@@ -298,13 +387,23 @@ class StepState:
 
     def clear(self) -> bool:
         """Discard the micro-batch. Return True if the sums are to be cleared, too."""
+        if self.accumulating and self._counted:  # without a step(): its sums cannot be taken out
+            self.lose(others=True)
         self.discard()
-        if self._sums is ACCUMULATING:
+        if self.accumulating:
             return False
-        self._sums = COLLECTING
+        if not self.given_up:
+            self._sums = COLLECTING
         return True
 
     def begin_step(self) -> None:
+        self._refuse_lost()
+        self.fail_unfinished()
+        if self._micro_batch is FAILED and not self.given_up:
+            raise UserError(
+                "an error has dropped what the backward pass of this batch had left: run forward and backward of it "
+                "again before step()"
+            )
         if self._sums is APPLIED:
             raise ValueError(
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
@@ -318,7 +417,7 @@ class StepState:
         self._counted = 0
 
     def complete(self) -> None:
-        """End the logical batch: if its step fails, zero_grad() drops its sums."""
+        """End the logical batch, which is left incomplete."""
         if self._sums is ACCUMULATING:
             self._sums = COLLECTING
 
@@ -336,7 +435,7 @@ class StepState:
 
     def _empty(self) -> None:
         self._counted = 0
-        self._last_rows = None
+        self._rows_before, self._last_rows = self._last_rows or self._rows_before, None
         self._observed = None
         self._largest_clip = 0.0
         self._ids, self._has_others = set(), False
@@ -425,6 +524,10 @@ class RunningSums:
                     stacklevel=4,
                 )
             parameter.grad = None
+
+    def drop(self) -> None:
+        """Drop all sums that are held."""
+        self._held.clear()
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop all sums. Set p.grad to None, or to zero if it was made here and `set_to_none` is False."""

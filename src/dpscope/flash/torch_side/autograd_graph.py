@@ -54,11 +54,14 @@ def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Anchor:
-    """Leaf `tensor` that is an input of every tapped call. A backward that records calls `begin_backward` first."""
+    """Leaf `tensor` that is an input of every tapped call.
+
+    A backward that records calls `begin_backward` first; and what that returns last, unless it ends with an error.
+    """
 
     tensor: Tensor
 
-    def __init__(self, begin_backward: Callable[[], None]) -> None:
+    def __init__(self, begin_backward: Callable[[], Callable[[], None]]) -> None:
         self._begin_backward = begin_backward
         self._recording = False
         self._set(_leaf())
@@ -88,7 +91,8 @@ class Anchor:
             self._recording = torch._C._will_engine_execute_node(self._node)
             self._graph_task = task
             if self._recording:
-                self._begin_backward()
+                end: Callable[[], None] = self._begin_backward()
+                torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._recording
 
 

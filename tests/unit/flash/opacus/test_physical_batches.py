@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus.physical_batches import PhysicalBatches
-from dpscope.flash.step import microbatch
 from tests.unit.flash.private_training import clipped_mean, make_data, make_model, make_private, moved, sgd
 
 DRAW, PART = 16, 6  # parts of 6, 5 and 5
@@ -112,37 +109,6 @@ def test_a_pass_whose_first_batch_is_skipped_is_refused() -> None:
         for number, (x, y, _) in enumerate(batches):
             if number:
                 train(model, optimizer, x, y)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
-def test_a_batch_that_is_tried_again_after_an_error_counts_once(clipping, failing, monkeypatch) -> None:
-    """An error while sums are made leaves some parameters with a batch and others without."""
-    model, optimizer, loader = private(clipping=clipping)
-    counted, numbers, made = [], [], microbatch.sum_parts
-
-    def fail(*args, **options):
-        yield next(made(*args, **options))
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(optimizer.engine.clip, "end_step", lambda released, samples: counted.append(released))
-    with parts(loader, optimizer) as batches:
-        for number, (x, y, of_part) in enumerate(batches):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            if number == failing:
-                with monkeypatch.context() as lack, pytest.raises(torch.OutOfMemoryError):
-                    lack.setattr(microbatch, "sum_parts", fail)
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # that the part before it is dropped
-                        optimizer.step()
-                numbers.clear()
-            numbers += of_part.tolist()
-            if train(model, optimizer, x, y):
-                break
-    assert numbers == list(range(6 * failing, DRAW))
-    assert_step_is_of(numbers, model)
-    assert clipping == "flat" or abs(counted[0]) <= len(numbers) / 2
 
 
 def test_batches_that_workers_draw_ahead_are_told_from_skipped_ones() -> None:

@@ -10,7 +10,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpscope
+from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine, pad_batch, real_rows
+from dpscope.flash.step import microbatch
 from tests.torch_here import takes_compiled
 from tests.unit.flash.padding.padded_training import (
     CLASSES,
@@ -19,7 +21,7 @@ from tests.unit.flash.padding.padded_training import (
     train,
     trained,
 )
-from tests.unit.flash.private_training import make_data, make_model
+from tests.unit.flash.private_training import clipped_mean, make_data, make_model, moved
 
 
 def assert_same(one, other, rtol=2e-5):
@@ -260,3 +262,50 @@ def test_neighbouring_batches_differ_by_one_clipped_sample_with_padding():
 
     found = dpscope.check_loop(make_loop, [make_data()[:8]])
     assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("failing", ["closing", "update"])
+def test_parts_of_a_padded_draw_are_tried_again_or_refused_with_the_rest_of_it(failing, monkeypatch):
+    """A draw of 16 in parts of 6; the second part fails, or the last one's update."""
+    model, plain = make_model(), make_model()
+    loader = DataLoader(make_data(), batch_size=16)
+    engine, options = PrivacyEngine(), {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "poisson_sampling": False}
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, optimizer, loader = engine.make_private(
+        module=model, optimizer=sgd, data_loader=loader, pad_batches=6, **options
+    )
+
+    def take(x, y):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y, reduction="none")[: x.rows.real].sum() / 6).backward()
+        optimizer.step()
+
+    refused = 0
+    for number, (x, y) in enumerate(loader):
+        if number == 3:
+            plain.load_state_dict(model.state_dict())
+        try:
+            with monkeypatch.context() as patch:
+                if number == 1 and failing == "closing":
+                    optimizer.zero_grad()
+                    (F.cross_entropy(model(x), y, reduction="none")[: x.rows.real].sum() / 6).backward()
+                    patch.setattr(microbatch, "clip_factors", lambda *args: 1 / 0)
+                    optimizer.step()
+                if number == 2 and failing == "update":
+                    patch.setattr(sgd, "step", lambda: 1 / 0)
+                take(x, y)
+        except ZeroDivisionError:
+            if failing == "closing":
+                take(x, y)
+                continue
+            for _ in range(2):
+                with pytest.raises(UserError, match="this draw was given up"):
+                    take(x, y)
+                refused += 1
+        if number == 5:
+            break
+    assert refused == (2 if failing == "update" else 0)
+    assert engine.accountant.history == [(0.0, 0.25, 2)]
+    x, y = make_data()[16:32]
+    expected = clipped_mean(x, y, divisor=16, model=plain)
+    torch.testing.assert_close(moved(list(plain.parameters()), model), expected, rtol=1e-5, atol=1e-6)

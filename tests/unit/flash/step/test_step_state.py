@@ -7,11 +7,15 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.padding.rows import Rows
 from dpscope.flash.step.step_state import (
     ACCUMULATING,
     APPLIED,
     CLOSED,
     COLLECTING,
+    FAILED,
+    GIVEN_UP,
+    LOST,
     OPENED,
     RECORDED,
     MicroBatchState,
@@ -19,6 +23,7 @@ from dpscope.flash.step.step_state import (
     SumsState,
 )
 
+USABLE = [COLLECTING, ACCUMULATING, APPLIED]
 ANYWHERE = [(micro, sums) for micro in MicroBatchState for sums in SumsState]
 
 
@@ -37,6 +42,13 @@ def make_state(micro=CLOSED, sums=COLLECTING, *, size=4, counted=0):
         state.skip_step()
     elif sums is APPLIED:
         state.apply(lambda: None)
+    elif sums is LOST:
+        state.lose(others=True)
+        state.drop()
+    elif sums is GIVEN_UP:
+        state.skip_step()
+        state.lose(others=True)
+        state.drop()
     for _ in range(counted):
         state.open(size)
         state.record()
@@ -46,6 +58,8 @@ def make_state(micro=CLOSED, sums=COLLECTING, *, size=4, counted=0):
         state.open(size)
     if micro is RECORDED:
         state.record(make_slot())
+    elif micro is FAILED:
+        state.fail()
     assert (state.micro_batch, state.sums) == (micro, sums)
     return state
 
@@ -113,7 +127,7 @@ def test_where_accumulation_is_forbidden_each_step_has_its_micro_batch(end):
     assert state.recorded
 
 
-@pytest.mark.parametrize("sums", SumsState)
+@pytest.mark.parametrize("sums", USABLE)
 def test_closing_hands_out_what_backward_has_left(sums):
     state, slot, untouched = make_state(OPENED, sums), make_slot(), make_slot("bias")
     part = Part()
@@ -125,7 +139,7 @@ def test_closing_hands_out_what_backward_has_left(sums):
     assert (state.micro_batch, state.sums, state.batch_size) == (CLOSED, sums, None)
 
 
-@pytest.mark.parametrize("sums", SumsState)
+@pytest.mark.parametrize("sums", USABLE)
 def test_the_micro_batch_of_an_empty_batch_is_closed_without_contributions(sums):
     state = make_state(CLOSED, sums)
     state.open(0)
@@ -133,7 +147,7 @@ def test_the_micro_batch_of_an_empty_batch_is_closed_without_contributions(sums)
     assert state.close() == []
 
 
-@pytest.mark.parametrize("sums", SumsState)
+@pytest.mark.parametrize("sums", USABLE)
 def test_closing_where_there_was_no_backward_pass_gives_none(sums):
     state = make_state(CLOSED, sums)
     assert state.close() is None
@@ -142,7 +156,7 @@ def test_closing_where_there_was_no_backward_pass_gives_none(sums):
     assert state.micro_batch is CLOSED
 
 
-@pytest.mark.parametrize("sums", SumsState)
+@pytest.mark.parametrize("sums", USABLE)
 def test_closing_after_a_forward_pass_alone_is_refused_and_changes_nothing(sums):
     state = make_state(OPENED, sums)
     with pytest.raises(UserError, match="there was a forward pass of 4 samples, but no backward pass"):
@@ -207,12 +221,79 @@ def test_discarding_counts_anew_except_in_a_logical_batch(sums, after, kept):
 
 @pytest.mark.parametrize(
     ("sums", "after", "cleared"),
-    [(COLLECTING, COLLECTING, True), (ACCUMULATING, ACCUMULATING, False), (APPLIED, COLLECTING, True)],
+    [
+        (COLLECTING, COLLECTING, True),
+        (ACCUMULATING, ACCUMULATING, False),
+        (APPLIED, COLLECTING, True),
+        (LOST, COLLECTING, True),
+        (GIVEN_UP, GIVEN_UP, True),
+    ],
 )
 def test_clearing_says_whether_the_sums_go_too(sums, after, cleared):
-    state = make_state(RECORDED, sums, counted=1)
+    state = make_state(RECORDED, sums)
     assert state.clear() is cleared
-    assert (state.sums, state.micro_batches) == (after, 0 if cleared else 1)
+    assert (state.sums, state.micro_batches) == (after, 0)
+
+
+def test_a_draw_is_given_up_if_a_batch_of_it_is_cleared_that_is_in_its_sums():
+    state = make_state(CLOSED, ACCUMULATING, counted=1)
+    assert state.clear()
+    assert (state.micro_batch, state.sums, state.micro_batches) == (CLOSED, GIVEN_UP, 0)
+
+
+@pytest.mark.parametrize(
+    ("sums", "others", "after"),
+    [
+        (COLLECTING, False, COLLECTING),
+        (COLLECTING, True, LOST),
+        (ACCUMULATING, True, GIVEN_UP),
+        (APPLIED, False, APPLIED),
+        (APPLIED, True, GIVEN_UP),
+        (LOST, False, LOST),
+        (GIVEN_UP, False, GIVEN_UP),
+    ],
+)
+def test_sums_that_an_error_drops_are_missed_if_others_were_among_them(sums, others, after):
+    state = make_state(RECORDED, sums)
+    state.lose(others=others)
+    assert (state.micro_batch, state.sums, state.micro_batches, state.samples) == (FAILED, after, 0, 0)
+    assert state.take_recorded() == []
+
+
+def test_a_batch_whose_closing_failed_is_run_again_before_the_step():
+    state = make_state(RECORDED, ACCUMULATING)
+    state.fail()
+    with pytest.raises(UserError, match="run forward and backward of it again"):
+        state.begin_step()
+    state.open(4)
+    state.record(make_slot())
+    state.begin_step()
+    assert state.accumulating
+
+
+@pytest.mark.parametrize("doing", ["begin_step", "skip_step", "close"])
+def test_no_step_is_taken_without_sums_that_were_lost(doing):
+    state = make_state(RECORDED, LOST)
+    with pytest.raises(UserError, match="an error has dropped the clipped sums of earlier batches of this step"):
+        getattr(state, doing)()
+    state.clear()
+    state.begin_step()
+
+
+def test_a_draw_that_was_given_up_ends_with_another():
+    state = StepState()
+    state.open(4, rows=Rows(4, 8, 1, True))
+    state.record()
+    state.close()
+    state.count(4, 1.0, Rows(4, 8, 1, True))
+    state.skip_step()
+    state.lose(others=True)
+    with pytest.raises(UserError, match="this draw was given up"):
+        state.close()
+    state.meet(Rows(2, 8, 1))
+    assert state.given_up
+    state.meet(Rows(2, 8, 2))
+    assert state.sums is COLLECTING
 
 
 def test_dropping_leaves_the_sums_alone():
@@ -222,7 +303,7 @@ def test_dropping_leaves_the_sums_alone():
 
 
 @pytest.mark.parametrize("sums", [COLLECTING, ACCUMULATING])
-@pytest.mark.parametrize("micro", MicroBatchState)
+@pytest.mark.parametrize("micro", [CLOSED, OPENED, RECORDED])
 def test_a_step_begins_where_nothing_is_applied(micro, sums):
     make_state(micro, sums).begin_step()
 
