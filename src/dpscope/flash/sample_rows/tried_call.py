@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,8 +85,10 @@ class TriedCall:
         try:
             with self.snapshot.kept(attributes=attributes):
                 yield
-        except Exception as error:
-            if lacks_memory(error):
+        except BaseException as error:
+            # Up to 2.12 torch leaves the hooks of a checkpoint that fails in place for as long as its frames live.
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, Exception) and lacks_memory(error):
                 raise RanOutOfMemory(error) from error
             raise
 

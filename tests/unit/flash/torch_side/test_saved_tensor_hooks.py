@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from dpscope.flash import FlashEngine
 from dpscope.flash.torch_side import autograd_graph
 from dpscope.flash.torch_side.autograd_graph import Entered, current_hooks, note_entries, without_hooks
+from tests.unit.flash.agreement import assert_agrees, private_step, reference
+from tests.unit.flash.sample_rows.verified_models import losses, rows
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "of a torch that does not tell"])
@@ -126,3 +128,45 @@ def test_a_parameter_that_a_checkpoint_inside_a_checkpointed_module_uses_is_not_
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         model(torch.randn(3, 6))
         assert "opaque" in {row.kind for row in engine.explain()}
+
+
+class InOneDtype(nn.Module):
+    """Has a checkpoint that fails in other dtypes than `dtype`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.dtype = nn.Linear(6, 6), nn.Linear(6, 2), torch.float64
+
+    def hidden(self, x):
+        if x.dtype != self.dtype:
+            raise TypeError(f"{self.dtype} is expected")
+        return self.first(x).tanh()
+
+    def forward(self, x):
+        return self.last(checkpoint(self.hidden, x, use_reentrant=False))
+
+
+class OwnGradient(nn.Module):
+    """Takes a gradient itself, in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def hidden(self, x):
+        (gradient,) = torch.autograd.grad(self.first(x).tanh().square().sum(), x, create_graph=True)
+        return x + gradient
+
+    def forward(self, x):
+        return self.last(checkpoint(self.hidden, x.detach().requires_grad_(), use_reentrant=False))
+
+
+@pytest.mark.parametrize("make", [InOneDtype, OwnGradient])
+def test_a_checkpoint_that_fails_in_verification_leaves_no_hooks(make):
+    model, batch = make(), rows(8)
+    truth, c = reference(model, batch, losses)
+    model.dtype = torch.float32
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        private_step(engine, batch, losses)
+        assert current_hooks() is None
+    assert_agrees(model, batch, losses, engine, truth, c)
