@@ -339,11 +339,15 @@ class Mixing(TriedCall):
         return before
 
     def _halves(self, count: int) -> list[list[int]]:
-        """Return two random halves of so many places; of few places, each alone in its turn, the last one first."""
+        """Return two random halves of so many places; of few places, each alone in its turn, the last one first.
+
+        The first place and the last are never in the same half: a flip could leave both halves to themselves.
+        """
         self._turn += 1
-        places = RANDOM.sample(range(count), count)
-        first = [-self._turn % count] if count <= _FEW else places[: count // 2]
-        return [first, [place for place in places if place not in first]]
+        end = RANDOM.choice((0, count - 1))
+        others = RANDOM.sample(range(1, count - 1), count // 2 - 1) if count > _FEW else []
+        first = [end, *others] if count > _FEW else [-self._turn % count]
+        return [first, [place for place in range(count) if place not in first]]
 
     def _moved(self, before: Tensor, after: Tensor, rows: int, kept: Tensor, share: float | None) -> bool:
         """Return whether the rows `kept` of an output differ, whichever dimension is that of the samples.

@@ -227,28 +227,34 @@ def test_samples_that_are_all_the_same_show_nothing_of_mixing():
             private_step(engine, rows(), losses)
 
 
-@pytest.mark.parametrize("direction", [1, -1])
-def test_mixing_in_one_direction_is_found_at_the_next_look(direction):
-    """A running sum: each sample depends on those before it, or after it."""
+EFFECTS = {
+    "each sample depends on those before it": lambda x: x.cumsum(0),
+    "each sample depends on those after it": lambda x: x.flip(0).cumsum(0).flip(0),
+    "the samples are in reverse order": lambda x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("batch", [4, 7, 19])
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_mixing_by_place_is_found_at_the_next_look(effect, batch):
     switch = []
 
-    class Runs(nn.Module):
+    class Mixes(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(6, 3)
 
         def forward(self, x):
-            x = x.flip(0) if direction < 0 else x
-            x = x.cumsum(0) if switch else x
-            return self.layer(x.flip(0) if direction < 0 else x)
+            return self.layer(EFFECTS[effect](x) if switch else x)
 
-    for _ in range(4):
+    for seed in range(8):
+        RANDOM.seed(seed)
         switch.clear()
-        with FlashEngine(Runs(), max_grad_norm=1.0) as engine:
-            private_step(engine, rows(), losses)
+        with FlashEngine(Mixes(), max_grad_norm=1.0) as engine:
+            private_step(engine, rows(batch), losses)
             switch.append(1)
             with pytest.raises(UserError, match="samples mix"):
-                private_step(engine, rows(), losses)
+                private_step(engine, rows(batch), losses)
 
 
 @pytest.mark.parametrize("batch", [2, 4, 9])
