@@ -175,7 +175,8 @@ def sum_of_samples(values, index, size, factors, samples, AT_ONCE: tl.constexpr,
                 b = first + k
                 factor = tl.load(factors + b, mask=b < samples, other=0.0).to(tl.float32)
                 # The load does not wait for the factor; what a sample without one holds is put aside afterwards.
-                value = tl.load(values + b * size + index, mask=(index < size) & (b < samples), other=0.0)
+                # The interpreter of Triton 3.9 takes no mask that is made of a block's and a scalar's.
+                value = tl.load(values + b * size + index, mask=index < tl.where(b < samples, size, 0), other=0.0)
                 total += tl.where(tl.abs(factor) > 0, factor * value.to(tl.float32), 0.0)
     return total
 

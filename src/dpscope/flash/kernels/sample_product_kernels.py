@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import builtin
 
 from dpscope.flash.kernels.triton_runtime import constant, device_index, launch_on
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
@@ -53,6 +54,10 @@ _GROWN = constant(2.0**-200)
 
 _REGISTERS = 168  # a thread at launch: 3 × 128 threads; the halves then take 240, and the producer 24
 
+# As they are called from Triton 3.9 on, and before.
+_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 _compiled: dict[tuple[int, int, int, int], Any] = {}  # by device, block_k, stages and lead
 
 
@@ -65,6 +70,13 @@ def _place(tile, rows, columns):
     height = gl.minimum(rows - first, _BAND)
     rest = rest % (_BAND * columns)
     return tile // each, first + rest % height, rest // height
+
+
+@builtin
+def _reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """Shared memory with another shape and layout."""
+    reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # before Triton 3.9
+    return reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -83,8 +95,8 @@ def _copy_steps(g_rows, x_rows, rings, barriers, grid, BLOCK_K: gl.constexpr, ST
             mbarrier.expect(ready, (2 * _ROWS + _COLUMNS) * BLOCK_K * 2)
             for half in gl.static_range(2):
                 place = [b, k * BLOCK_K, (m * 2 + half) * _ROWS]
-                tma.async_copy_global_to_shared(g_rows, place, ready, g_ring.index(slot * 2 + half))
-            tma.async_copy_global_to_shared(x_rows, [b, k * BLOCK_K, n * _COLUMNS], ready, x_ring.index(slot))
+                _copy_in(g_rows, place, ready, g_ring.index(slot * 2 + half))
+            _copy_in(x_rows, [b, k * BLOCK_K, n * _COLUMNS], ready, x_ring.index(slot))
             at += 1
 
 
@@ -112,7 +124,7 @@ def _store(v_rows, place, buffer, flat, v):
     tma.store_wait(0)
     flat.store(v)
     fence_async_shared()
-    tma.async_copy_shared_to_global(v_rows, place, buffer)
+    _copy_out(v_rows, place, buffer)
 
 
 @gluon.jit
@@ -131,7 +143,7 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
     staggered = steps >= STAGES  # the ring holds LEAD steps for the second half, and more for the first
     buffer = buffers.index(HALF)
-    flat = buffer._reinterpret(DTYPE, [_ROWS, _STORED], V)
+    flat = _reinterpret(buffer, DTYPE, [_ROWS, _STORED], V)
     at = 0
     count = 0  # of tiles that are done
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -142,8 +154,8 @@ def _multiply(
         for k in range(steps):
             slot = at % STAGES
             mbarrier.wait(full.index(slot), at // STAGES & 1)
-            g = g_ring.index(slot * 2 + HALF)._reinterpret(DTYPE, [BLOCK_K, _ROWS], G).permute((1, 0))
-            x = x_ring.index(slot)._reinterpret(DTYPE, [BLOCK_K, _COLUMNS], X)
+            g = _reinterpret(g_ring.index(slot * 2 + HALF), DTYPE, [BLOCK_K, _ROWS], G).permute((1, 0))
+            x = _reinterpret(x_ring.index(slot), DTYPE, [BLOCK_K, _COLUMNS], X)
             acc = warpgroup_mma(g, x, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=k > 0)  # the step before is done
