@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch._dynamo import decorators, eval_frame
 
 from dpscope.errors import UserError
 from dpscope.flash.combinations import COMPILED_FORWARD
+from dpscope.flash.torch_side.torch_version import OLDEST_COMPILED, is_at_least
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,7 +47,12 @@ in_graph = torch.compiler.is_compiling  # whether torch.compile traces the code 
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they were before."""
+    """Return a context in which compiled modules run as they were before.
+
+    Where they are refused there is nothing to do, and torch 2.6 loses references to None here, until Python ends.
+    """
+    if not is_at_least(OLDEST_COMPILED):
+        return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
