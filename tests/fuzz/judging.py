@@ -84,7 +84,8 @@ def _judge_step(run: Run, engine: FlashEngine, step: Step, index: int, passes: i
         truth, noisy, engine.max_grad_norm = _truth(run, engine, kept, losses)
     failed = _train(run, engine, step, parts, losses)
     if failed is not None:
-        return Verdict(failed.kind, f"step {index}: {failed.detail}")
+        untrainable = failed.kind == "error" and _failure_of_ordinary_training(run, engine, parts, losses)
+        return Verdict("untrainable" if untrainable else failed.kind, f"step {index}: {failed.detail}")
     if step.mixes:
         due = run.found == "step" or (run.found == "look" and passes in LOOKS)
         if due and _shows(engine, step.batch, losses):
