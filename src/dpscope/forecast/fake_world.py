@@ -29,6 +29,8 @@ _DDP, _FSDP = "torch.nn.parallel.distributed", "torch.distributed.fsdp._fully_sh
 class _Idle:
     """A stream or an event: whatever is asked of it is done at once."""
 
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
