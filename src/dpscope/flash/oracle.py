@@ -53,6 +53,8 @@ def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | No
     before = {tensor: tensor.grad for tensor in (*_leaves_of(loss), *parameters)}
     for tensor in before:
         tensor.grad = None
+    # torch 2.6 takes casts that a reentrant checkpoint's forward made for those of its rerun: they have no gradient.
+    torch.clear_autocast_cache()
     try:
         loss.backward()  # type: ignore[no-untyped-call]
         return [parameter.grad for parameter in parameters]

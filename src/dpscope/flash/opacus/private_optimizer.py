@@ -14,7 +14,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from dpscope.errors import UserError
 from dpscope.flash.combinations import ADAM_BC, ADAM_BC_UNFUSED, FOREIGN_SCALER
@@ -491,7 +491,7 @@ def _check_adam_bc(floor: Any, optimizer: Optimizer, fused: bool | None, secure_
     """Raise UserError if DP-AdamBC cannot be had."""
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor < math.inf:
         raise UserError(f"adam_bc must be a finite number above 0, such as 5e-8, not {floor!r}")
-    if not isinstance(optimizer, Adam) or any(group["amsgrad"] for group in optimizer.param_groups):
+    if not isinstance(optimizer, Adam | AdamW) or any(group["amsgrad"] for group in optimizer.param_groups):
         raise ADAM_BC.error()
     if fused is False or secure_mode:
         raise ADAM_BC_UNFUSED.error(cause="secure_mode" if secure_mode else "fused=False")

@@ -6,6 +6,7 @@ from torch import nn
 
 from dpscope.flash import make_graphed_step
 from dpscope.trainers.modes import CompileCounts
+from tests.torch_here import takes_compiled
 from tests.unit.flash.graphed.loops import (
     WIDTH,
     assert_same,
@@ -51,6 +52,7 @@ def compiled_by_block(model):
     return model, private(model)
 
 
+@takes_compiled
 @pytest.mark.parametrize("compiled", [compiled_before, compiled_after, compiled_in_place, compiled_by_block])
 def test_a_compiled_model_ends_in_the_weights_of_the_eager_loop(host_graphs, compiled):
     torch._dynamo.reset()
