@@ -223,12 +223,12 @@ def test_a_model_that_is_not_made_for_the_meta_device_is_left_to_its_rows():
 def test_a_row_that_fails_in_the_users_code_keeps_their_traceback_alone(method):
     result = measure_or_explain(spec_of("loss_that_fails", method=method))
     assert result.status == FAILED
-    assert result.reason.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert "mat1 and mat2 shapes cannot be multiplied" in result.reason
     frames = [line for line in result.details.splitlines() if line.startswith("  File")]
     assert frames[0].endswith("in _wrong_shapes")
     assert f'"{OWN}"' in frames[0]
     assert not any(str(Path(dpscope.__file__).parent) in frame for frame in frames)
-    assert result.details.splitlines()[-1].startswith("RuntimeError: mat1 and mat2")
+    assert "mat1 and mat2" in result.details.splitlines()[-1]
 
 
 def test_a_scalar_loss_gets_a_sentence():
