@@ -84,9 +84,9 @@ CASES = [
 class Run:
     """A private run of draws of 16 samples, in physical batches of at most `part`."""
 
-    def __init__(self, part: int, **options) -> None:
+    def __init__(self, part: int, workers: int = 0, **options) -> None:
         self.engine, self.model = PrivacyEngine(), make_model()
-        loader = DataLoader(make_data(), batch_size=DRAW)
+        loader = DataLoader(make_data(), batch_size=DRAW, num_workers=workers)
         _, self.optimizer, self.loader = make_private(self.model, sgd(self.model), self.engine, loader, **options)
         self.part = part
 
@@ -241,6 +241,17 @@ def test_sums_of_a_step_that_an_error_drops_are_missed_until_it_begins_again(mon
     run.optimizer.step()
     expected = [each / 3 for each in truth(make_model(), 0)]  # three passes
     torch.testing.assert_close(moved(list(make_model().parameters()), run.model), expected)
+
+
+def test_the_first_draw_is_not_taken_for_one_that_workers_have_drawn_ahead(monkeypatch) -> None:
+    run = Run(DRAW, workers=1)
+    with run.parts() as batches:
+        x, y = next(iter(batches))
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            run.train(x, y, step=partial(FAILURES["update"], patch, run.optimizer))
+        with pytest.raises(UserError, match="this draw was given up"):
+            run.train(x, y)
+    assert run.steps == 1
 
 
 def test_a_scaled_batch_that_was_closed_and_is_tried_again_does_not_count_twice() -> None:
