@@ -30,9 +30,8 @@ class PhysicalBatches:
         self.sampler = sampler
         self.ahead = ahead
         self._announced: list[tuple[bool, NumberedDraw]] = []
-        self._left = 0  # when the last step had taken its own
+        self._left = 0  # beside that of the last step
         self.summed: NumberedDraw | None = None  # of the last step
-        self._begun: NumberedDraw | None = None  # of the last step, which may have ended with an error
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -42,7 +41,7 @@ class PhysicalBatches:
 
     def is_other(self, draw: NumberedDraw) -> bool | None:
         """Return whether a draw is another one than that of the last step. None: draws are not counted."""
-        return draw != self._begun if draw.number else None
+        return draw != self.summed if draw.number else None
 
     def announce(self, goes_on: bool) -> None:
         """Announce a physical batch of the current draw. `goes_on`: it is not the last one."""
@@ -66,12 +65,12 @@ class PhysicalBatches:
 
     def begin(self) -> None:
         """Note the draw of this step's batch, whose sums are used from now on."""
-        _, self._begun = self.next()
+        _, self.summed = self.next()
+        self._left = max(0, len(self._announced) - 1)
 
     def take(self) -> bool:
         """Return whether the draw of this step's batch goes on. A batch is taken once its step cannot fail any more."""
         goes_on, self.summed = self.next()
-        self._begun = self.summed
         del self._announced[:1]
         self._left = len(self._announced)
         return goes_on
