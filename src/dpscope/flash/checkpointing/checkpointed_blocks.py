@@ -66,13 +66,15 @@ class CheckpointedBlock(Recorder):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.entered():
-            if in_backward():
-                self.blocks.flush(but=self.open)
+            if not in_backward():
+                return self.function(*args, **kwargs)
+            self.blocks.flush(but=self.open)
+            with self.blocks.rewriting():
                 if self.open is not None and self.open.keeps_boundary:
                     self.open.input = self.blocks.note_input(args, kwargs)
                     if self.open.is_measured:
                         return self.blocks.measured(self.open, self.function, args, kwargs)
-            return self.function(*args, **kwargs)
+                return self.function(*args, **kwargs)
 
     @property
     def runs_again(self) -> bool:  # type: ignore[override]
@@ -246,6 +248,19 @@ class CheckpointedBlocks:
         parameters, modules = self.engine.parameters, self.engine.model.modules()
         rounding = operand_rounding(next(iter(parameters)).device)
         return [rounding, [p._version for p in parameters], [module.training for module in modules]]
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Let a block that runs in backward write into a weight what it holds already: one that forward clamps, say."""
+        written = self.engine.verification.written if self._passes else ()
+        named = enumerate(self.engine.model.named_parameters() if written else ())
+        watched = [(at, p, p._version, p.detach().clone()) for at, (name, p) in named if name in written]
+        try:
+            yield
+        finally:  # a checkpoint may end the run where nothing more is needed of it
+            for at, parameter, version, value in watched:
+                if torch.equal(parameter, value):
+                    self._before[1][at] += parameter._version - version
 
     def refuse_changes(self, each: BlockPass) -> None:
         """Raise UserError if a block that is about to run again would not do the same."""

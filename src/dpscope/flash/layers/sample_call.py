@@ -20,7 +20,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dpscope.errors import UserError
 from dpscope.flash.layers.per_sample import PerSampleTap, parameter_key
 from dpscope.flash.sample_rows.proxy import Proxy
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, renumbered, take
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, number_of, renumbered, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 from dpscope.flash.torch_side.own_functions import torchs_own
@@ -102,9 +102,12 @@ class SampleCall:
         self.expanded: set[int] = set()  # leaves that had one row for all samples
         main = not self.packed
         for index, leaf in enumerate(self.leaves):
+            number = number_of(leaf)
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, main)
                 main = False
+            if number is not None and number != self.batch:
+                tap.shared_arguments.add(self._number_key(index))
 
     def admit(self) -> None:
         self.tap.engine.forwards.admit_call(self.tap, self.main()[0].dim(), shared=self.is_shared())
@@ -135,6 +138,9 @@ class SampleCall:
     def key(self, index: int) -> tuple[Any, ...]:
         """Return a key for an argument's place in every call of the module."""
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
+
+    def _number_key(self, index: int) -> tuple[Any, ...]:
+        return self.names[index], index - self.names.index(self.names[index]), "number"
 
     def open_arguments(self) -> list[int]:
         """Return leaves that had as many rows as there were samples for one number of samples alone."""
@@ -209,8 +215,10 @@ class SampleCall:
 
     def _with(self, replacements: Any) -> list[Any]:
         """Return the arguments for one sample, of which `replacements` are its own."""
-        told = {self.batch: 1} if self.tap.engine.verification.told else {}
-        leaves = [renumbered(leaf, told) for leaf in self.leaves]
+        leaves = list(self.leaves)
+        for index, leaf in enumerate(leaves if self.tap.engine.verification.told else ()):
+            if number_of(leaf) == self.batch and self._number_key(index) not in self.tap.shared_arguments:
+                leaves[index] = renumbered(leaf, 1)
         for index, leaf in zip(self.mapped, replacements, strict=True):
             leaves[index] = leaf
         return leaves

@@ -31,9 +31,10 @@ from dpscope.flash.sample_rows.comparison import (
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, RanOutOfMemory
 from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
+from dpscope.flash.sample_rows.told_numbers import Told
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import leaves_in, tells, tensors_in
+from dpscope.flash.torch_side.arguments import Place, leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nothing_saved
 from dpscope.flash.torch_side.dropout import WithoutDropout
@@ -112,7 +113,7 @@ class Mixing(TriedCall):
 
     # -- other samples -----------------------------------------------------------------------------------------------
 
-    def draw(self, *, must_be_told: bool = False) -> None:
+    def draw(self, told: Told) -> None:
         """Refuse samples that mix in any of several draws. Set `shared`, and `told`, to the reading that fits.
 
         If the model is not too large it is asked in float64, too, whether outputs depend on the number of samples.
@@ -122,17 +123,22 @@ class Mixing(TriedCall):
                 f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
                 f"whether they mix. {PUT_BATCH_FIRST}"
             )
-        self.told = tells(self.call, self.batch)
-        try:
-            self._draw_reading()
-        except Exception as refusal:
-            if not self.told or must_be_told:
-                raise
-            self.told = False  # it is as large by chance
+        refusals, fitting = list[Exception](), list[frozenset[Place]]()
+        for self.told in told.readings():
+            if not told.surely <= self.told and any(isinstance(each, UserError) for each in refusals):
+                break  # it runs with what it surely is told, and samples mix
             try:
                 self._draw_reading()
-            except RuntimeError:  # of another shape: it was told
-                raise refusal from None
+            except Exception as refusal:
+                refusals.append(refusal)
+                continue
+            if not told.maybe or any(dim is not None for dim in self.output_dims or ()):
+                return
+            fitting.append(self.told)  # no output has a row for each sample: other shapes may have come by chance
+        if not fitting:
+            raise next((each for each in refusals if isinstance(each, UserError)), refusals[0])
+        self.told = fitting[0]
+        self._draw_reading()
 
     def _draw_reading(self) -> None:
         self._in_turn = True

@@ -17,7 +17,7 @@ from dpscope.endings import lacks_memory
 from dpscope.flash.sample_rows.proxy import RanOutOfMemory
 from dpscope.flash.sample_rows.snapshots import ModelSnapshot
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.torch_side.arguments import Leaf, Place, leaves_in, numbers_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
 
@@ -68,7 +68,7 @@ class TriedCall:
         self.batch = call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
-        self.told = False  # whether a number among the arguments is that of the samples, where it is the same
+        self.told: frozenset[Place] = frozenset()  # of numbers among the arguments that are that of the samples
         self.wide = False  # whether it runs in float64
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
         self.snapshot: ModelSnapshot | None = None
@@ -99,9 +99,9 @@ class TriedCall:
         self._has_run = True
         return self.snapshot.written
 
-    def numbers(self, rows: int) -> dict[int, int]:
+    def numbers(self, rows: int) -> dict[Place, int]:
         """Return what numbers among the arguments become if there are so many rows."""
-        return {self.batch: rows} if self.told else {}
+        return dict.fromkeys(self.told, rows)
 
     def rows(self) -> list[int]:
         """Return some of the samples: about a quarter and at most about 32, or all where an argument relates them.
@@ -112,6 +112,9 @@ class TriedCall:
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
         sizes = [size for leaf in leaves for size in _without(leaf.shape, sampled.get(id(leaf)))]
+        if self.told:  # other numbers are told from it
+            others = (number for place, number in numbers_in(self.call) if place not in self.told)
+            sizes += [number for number in others if isinstance(number, int) and number > 1]
         # A size that may have to do with the number of samples: an argument may relate those of another one.
         if not sampled or (self.batch in sizes and len(sampled) > 1):
             return list(range(self.batch))

@@ -27,10 +27,11 @@ from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed, Sampled, Uncl
 from dpscope.flash.sample_rows.row_norms import OutputPlace, TestedEngine, losses_left_in
 from dpscope.flash.sample_rows.schedule import LookSchedule
 from dpscope.flash.sample_rows.self_test import SelfTest
+from dpscope.flash.sample_rows.told_numbers import Told, ToldNumbers
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, SAMPLE_COUNT, Leaf, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, Leaf, Place, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import eagerly
@@ -64,10 +65,9 @@ class BegunPass(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Facts about one way to call the model: `Verification._shared`, `_output_dims`, `_mixed` and `_is_random`."""
+    """Facts about one way to call the model: `Verification.told`, `_shared`, `_output_dims`, `_mixed`, `_is_random`."""
 
-    batch: int  # when it was verified
-    told: bool  # whether it is given the number of samples
+    told: frozenset[Place]  # of the arguments that are the number of samples
     sizes: tuple[int, ...]  # the largest of which it was asked if they matter: see `_sizes_of`
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
@@ -110,7 +110,9 @@ class Verification:
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
-        self.told = False  # of the way: it is given the number of samples, as one of its arguments
+        self.told: frozenset[Place] = frozenset()  # of the way: arguments that are the number of samples
+        self.numbers = ToldNumbers()
+        self.written: set[str] = set()  # parameters that forward writes
         self._is_random = False  # of the way: the model draws random numbers besides dropout's
         self.doubt = ""  # of the way: samples mix, unless an argument is shared by all of them
         self._output_dims: list[int | None] | None = None  # of the way: dimensions of samples in outputs, if known
@@ -136,12 +138,13 @@ class Verification:
         training = tuple([module.training for module in self.options.modules])
         trained = tuple([parameter.requires_grad for parameter in self._parameters])
         shown = call.batch > 1  # one sample shows nothing of several
-        given = signature((call.args, call.kwargs), call.batch)
+        arguments = call.args, call.kwargs
+        given, told = signature(arguments, call.batch), self.numbers.look(arguments, call.batch)
         way = given, training, trained, modes, shown
         failure, verified = None, False
         if self._is_dry(call):
             if (run := dry_run.current()) is not None and run.verifies:
-                failure, verified = self._verify(call, way), True
+                failure, verified = self._verify(call, way, told), True
             return BegunPass(call, way, self.buffers.look(), failure, verified)
         if own_capture() is not None:
             if way not in self._verified or _is_larger(call, self._verified[way].sizes, 2):
@@ -149,14 +152,14 @@ class Verification:
             return BegunPass(call, way, self.buffers.look(), None, mixed=self._verified[way].mixed)
         changed = self.options.has_changed() and not self.schedule.paused  # instruments register hooks
         known = self._verified.get(way)
-        # a number was as large as the batch, by chance as it seemed, and has changed with it
-        is_told = known is not None and not known.told and known.batch != call.batch and SAMPLE_COUNT in given
+        # a number was as large as the batch, by chance as it seemed, and has changed with it, or did not
+        is_told = known is not None and shown and not told.surely <= known.told <= told.maybe
         if changed or is_told or known is None:
             if changed:
                 self._meet_new_modules()
             self._begin_way()
             if call.batch:
-                failure, verified = self._verify(call, way, must_be_told=is_told), True
+                failure, verified = self._verify(call, way, told), True
                 if self._mixing(call).has_different_samples():
                     self._remember(way, call)
         else:
@@ -268,7 +271,7 @@ class Verification:
         now = _sizes_of(call)
         sizes = tuple(map(max, now, before)) if len(now) == len(before) else now
         dims, mixed = self._output_dims, self._mixed
-        return _Reading(call.batch, self.told, sizes, self._shared, given, dims, mixed, self._is_random)
+        return _Reading(self.told, sizes, self._shared, given, dims, mixed, self._is_random)
 
     def _remember(self, way: object, call: RootCall) -> None:
         """Record a way of calling the model. If one is forgotten, it is verified again."""
@@ -284,7 +287,7 @@ class Verification:
                 stacklevel=2,
             )
 
-    def _verify(self, call: RootCall, way: object, *, must_be_told: bool = False) -> Exception | None:
+    def _verify(self, call: RootCall, way: object, told: Told) -> Exception | None:
         """Verify the call; return the error that kept it from being run, if there was one.
 
         If the pass begins again with other taps, the untouched model is not asked again.
@@ -293,11 +296,12 @@ class Verification:
         try:
             if asked != self._asked:
                 self._shared, self._output_dims, self._mixed, self.doubt = frozenset(), None, frozenset(), ""
-                self.told = False
+                self.told = frozenset()
                 mixing, test = self._mixing(call), None
                 if call.batch > 1:
-                    self._draw(mixing, call, must_be_told=must_be_told)
+                    self._draw(mixing, call, told)
                     self.told = mixing.told
+                    self.numbers.found((call.args, call.kwargs), told, self.told)
                     self._shared, self._output_dims, self.doubt = mixing.shared, mixing.output_dims, mixing.doubt
                     self._is_random = mixing.is_random
                 mixing.find_carried_state()
@@ -321,10 +325,10 @@ class Verification:
             return error
         return None
 
-    def _draw(self, mixing: Mixing, call: RootCall, *, must_be_told: bool) -> None:
+    def _draw(self, mixing: Mixing, call: RootCall, told: Told) -> None:
         """Refuse samples that mix. A tap may know why a module mixes them: then its refusal is the one to read."""
         try:
-            mixing.draw(must_be_told=must_be_told)
+            mixing.draw(told)
         except UserError:
             with self._engine.forwards.trial(), self.locally():
                 self._test_of(call, mixing).try_other_samples()
@@ -408,6 +412,7 @@ class Verification:
             return
         written, parameters = mixing.snapshot.written, {name for name, _ in self._model.named_parameters()}
         names = [name for name in written.names() if name in parameters or self.buffers.watches(name)]
+        self.written.update(parameters.intersection(names))
         if set(names) <= self.buffers.independent:
             return
         seen = mixing.watch_with_others(lambda: written.values(names))

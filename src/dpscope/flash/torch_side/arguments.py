@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ SAMPLE_COUNT = "number", "of samples"
 """In a signature: a number as large as that of the samples."""
 
 Leaf = Tensor | PackedSequence
+Place = tuple[Any, ...]  # of an argument: keys that lead to it
 ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 KEEP_BATCH_FIRST = (
@@ -62,25 +63,27 @@ def signature(value: Any, samples: int | None = None) -> tuple[Hashable, ...]:
     no sizes of tensors.
     """
     return tuple(
-        SAMPLE_COUNT if samples is not None and _number(leaf) == samples else _describe(leaf)
+        SAMPLE_COUNT if samples is not None and number_of(leaf) == samples else _describe(leaf)
         for leaf in _walk(value, set())
     )
 
 
-def tells(value: Any, samples: int) -> bool:
-    """Return whether the number of samples is among the arguments: what is told it, or happens to be as large."""
-    return any(renumbered(leaf, {samples: 0}) is not leaf for leaf in _walk(value, set()))
+def numbers_in(value: Any, place: Place = (), opened: frozenset[int] = frozenset()) -> Iterator[tuple[Place, Any]]:
+    """Yield the place and the value of every number in the arguments, those in a `torch.Size` too."""
+    number = number_of(value)
+    if number is not None:
+        yield place, number
+    elif isinstance(value, torch.Size) or not isinstance(value, (Tensor, PackedSequence, *_PLAIN, *_CLOSED)):
+        for key, child in [] if id(value) in opened else _children(value):
+            yield from numbers_in(child, (*place, key), opened | {id(value)})
 
 
-def renumbered(leaf: Any, numbers: Mapping[int, int]) -> Any:
-    """Return another number, or tensor without a dimension, for one that `numbers` names."""
-    number = _number(leaf) if numbers else None
-    if number is None or number not in numbers:
-        return leaf
-    return torch.full_like(leaf, numbers[number]) if isinstance(leaf, Tensor) else type(leaf)(numbers[number])
+def renumbered(leaf: Any, number: int) -> Any:
+    """Return another number for one, or a tensor for a tensor without a dimension."""
+    return torch.full_like(leaf, number) if isinstance(leaf, Tensor) else type(leaf)(number)
 
 
-def _number(leaf: Any) -> Any:
+def number_of(leaf: Any) -> Any:
     """Return the number that an argument is, also as a tensor without a dimension; None if it is something else."""
     if isinstance(leaf, Number):
         return None if isinstance(leaf, bool) else leaf
@@ -114,9 +117,10 @@ def replace_leaves(
     copies: dict[int, Any] | None = None,
     *,
     scalars: bool = False,
-    numbers: Mapping[int, int] = {},
+    numbers: Mapping[Place, int] = {},
+    place: Place = (),
 ) -> Any:
-    """Copy `value` with every leaf changed, tensors without a dimension if `scalars`, and `numbers` by others.
+    """Copy `value` with every leaf changed, tensors without a dimension if `scalars`, and the `numbers` at some places.
 
     Containers are copied, too, which protects the caller's from writes.
     """
@@ -126,16 +130,21 @@ def replace_leaves(
     if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and (scalars or value.dim())):
         copies[id(value)] = changed = change(value)
         return changed
-    if isinstance(value, Tensor):
-        return renumbered(value, numbers).clone()
-    if isinstance(value, (*_PLAIN, *_CLOSED)) or not (children := _children(value)):
-        return renumbered(value, numbers)
+    if place in numbers or isinstance(value, Tensor):
+        return renumbered(value, numbers[place]) if place in numbers else value.clone()
+    is_closed = isinstance(value, (*_PLAIN, *_CLOSED)) and not isinstance(value, torch.Size)
+    if is_closed or not (children := _children(value)):
+        return value
+
+    def replace(key: Any, child: Any) -> Any:
+        return replace_leaves(child, change, copies, scalars=scalars, numbers=numbers, place=(*place, key))
+
     if isinstance(value, (tuple, set, frozenset)):
-        items = [replace_leaves(child, change, copies, scalars=scalars, numbers=numbers) for _, child in children]
+        items = [replace(key, child) for key, child in children]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copies[id(value)] = clone = copy.copy(value)
     for key, child in children:
-        new = replace_leaves(child, change, copies, scalars=scalars, numbers=numbers)
+        new = replace(key, child)
         if isinstance(value, (list, Mapping)):
             clone[key] = new
         else:
@@ -143,14 +152,17 @@ def replace_leaves(
     return clone
 
 
-def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall | None:
-    """Return the call with one sample of zeros if it has no samples; None if no tensor in it could hold one."""
+def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any], told: Collection[Place] = ()) -> ModelCall | None:
+    """Return the call with one sample of zeros if it has no samples; None if no tensor in it could hold one.
+
+    The numbers at `told` are that of the samples.
+    """
     empty = {id(leaf) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor) and leaf.shape[0] == 0}
 
     def with_row(leaf: Leaf) -> Leaf:
         return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and id(leaf) in empty else leaf
 
-    return replace_leaves((args, kwargs), with_row) if empty else None
+    return replace_leaves((args, kwargs), with_row, numbers=dict.fromkeys(told, 1)) if empty else None
 
 
 def without_rows(output: Any) -> Any:

@@ -120,3 +120,24 @@ def test_create_graph_is_refused_after_forward():
     model = nn.Linear(6, 3)
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="create_graph=True"):
         losses(model, rows()).sum().backward(create_graph=True)
+
+
+class RandomForce(nn.Module):
+    """Takes gradients itself, and draws other random numbers sample by sample than for a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 8)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = ((x @ self.weight).tanh() * torch.randn(len(x), 8)).sum()
+        return self.last(torch.autograd.grad(energy, x, create_graph=True)[0])
+
+
+def test_a_module_that_takes_gradients_and_draws_random_numbers_is_trained():
+    model = nn.Sequential(nn.Linear(6, 6), RandomForce())
+    with FlashEngine(model, max_grad_norm=1e-3) as engine:
+        private_step(engine, rows(), losses)
+        assert engine.runs_by_sample()
+        assert 0 < float(model[1].weight.grad.norm()) <= len(rows()["x"]) * 1e-3 * (1 + 1e-5)

@@ -18,8 +18,8 @@ class Told(nn.Module):
         self.first, self.last, self.use = nn.Linear(6, 6), nn.Linear(6, 2), use
         self.scale = nn.Parameter(torch.rand(6) + 0.5)
 
-    def forward(self, x, number):
-        return self.use(self, x, number)
+    def forward(self, x, *numbers):
+        return self.use(self, x, *numbers)
 
 
 def viewed(model, x, number):
@@ -66,16 +66,17 @@ def test_a_number_that_is_as_large_as_the_batch_by_chance_stays():
     assert_steps_are_exact(Told(of_the_first), losses(lambda x: 4))
 
 
-def assert_steps_are_exact(model, losses):
+def assert_steps_are_exact(model, losses, *, sizes=(4, 5, 4, 1), positions=5):
     with FlashEngine(model, max_grad_norm=1.0) as engine:
-        for size in (4, 5, 4, 1):
-            batch = {"x": torch.randn(size, 5, 6)}
+        for size in sizes:
+            batch = {"x": torch.randn(size, positions, 6)}
             with engine.without_taps():
                 truth, engine.max_grad_norm = reference(model, batch, losses)
             engine.zero_grad()
             private_step(engine, batch, losses)
             with engine.without_taps():
                 assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
+        return engine.runs_by_sample()
 
 
 DIVISORS = {
@@ -92,6 +93,83 @@ def test_a_division_by_the_number_that_a_model_is_told_is_refused_once_it_change
         private_step(engine, {"x": torch.randn(4, 5, 6)}, losses(DIVISORS[number]))
         with pytest.raises(UserError, match="depends on how many samples"):
             private_step(engine, {"x": torch.randn(5, 5, 6)}, losses(DIVISORS[number]))
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1, 4), (1, 1, 3)])
+def test_a_batch_of_one_sample_is_evidence_of_a_division(sizes):
+    with FlashEngine(Told(divided), max_grad_norm=1.0) as engine:
+        for size in sizes[:-1]:
+            private_step(engine, {"x": torch.randn(size, 5, 6)}, losses(len))
+        with pytest.raises(UserError, match="depends on how many samples"):
+            private_step(engine, {"x": torch.randn(sizes[-1], 5, 6)}, losses(len))
+
+
+def in_heads(model, x, number, heads):
+    h = (model.first(x).tanh() * model.scale).view(number, -1, heads, 6 // heads)
+    return model.last(h.mean(1).reshape(number, 6))
+
+
+def of_shape(model, x, shape):
+    return model.last((model.first(x.reshape(shape[0] * shape[1], 6)).tanh() * model.scale).view(*shape, 6).mean(1))
+
+
+class Inside(nn.Module):
+    """Runs sample by sample, because of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x, number, heads):
+        return (
+            torch.fft.irfft(torch.fft.rfft(x * self.weight) * self.weight[:4], 6)
+            .view(number, -1, heads, 6 // heads)
+            .sin()
+            .flatten(2)
+        )
+
+
+class AroundInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.last = Inside(), nn.Linear(6, 2)
+
+    def forward(self, x, number, heads):
+        return self.last(self.inside(x, number, heads).mean(1))
+
+
+@pytest.mark.parametrize("make", [lambda: Told(in_heads), AroundInside], ids=["layers", "sample by sample"])
+@pytest.mark.parametrize("sizes", [(3, 4, 3), (4, 3, 1)])
+def test_another_number_that_is_as_large_as_the_batch_stays(make, sizes):
+    model = make()
+    by = lambda model, batch: model(batch["x"], len(batch["x"]), 3).sin().mean(1)  # noqa: E731
+    by_sample = assert_steps_are_exact(model, by, sizes=sizes)
+    assert by_sample == isinstance(model, AroundInside)
+
+
+@pytest.mark.parametrize("kind", [torch.Size, tuple, list])
+@pytest.mark.parametrize("positions", [5, 7])
+def test_a_shape_among_the_arguments_may_have_as_many_positions_as_samples(kind, positions):
+    by = lambda model, batch: model(batch["x"], kind(batch["x"].shape[:2])).sin().mean(1)  # noqa: E731
+    assert_steps_are_exact(Told(of_shape), by, sizes=(4, 5, 5, 4, 5), positions=positions)
+
+
+def test_positions_that_change_together_with_the_batch_stay():
+    by = lambda model, batch: model(batch["x"], batch["x"].shape[1]).sin().mean(1)  # noqa: E731
+    with FlashEngine(Told(lambda model, x, number: of_shape(model, x, (len(x), number))), max_grad_norm=1.0) as engine:
+        for size in (3, 4, 5):
+            engine.zero_grad()
+            private_step(engine, {"x": torch.randn(size, size, 6)}, by)
+
+
+@pytest.mark.parametrize("sizes", [(4, 0, 5), (0, 4, 0)])
+@pytest.mark.parametrize("use", [viewed, one_by_one])
+def test_an_empty_batch_is_told_that_it_has_no_samples(use, sizes):
+    with FlashEngine(Told(use), max_grad_norm=1.0) as engine:
+        for size in sizes:
+            engine.zero_grad()
+            private_step(engine, {"x": torch.randn(size, 5, 6)}, losses(len))
+            assert size or all(not p.grad.any() for p in engine.model.parameters())
 
 
 def test_a_division_by_a_number_that_must_be_that_of_samples_is_refused_in_the_first_step():

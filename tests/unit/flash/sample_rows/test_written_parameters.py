@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
@@ -80,6 +81,47 @@ def copied_gradients(model, other):
     for mine, found in zip(model.parameters(), other.parameters(), strict=True):
         mine.grad = found.grad
     return model
+
+
+class WritingBlocks(nn.Module):
+    """Checkpointed blocks that write their own weights in forward."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Writing(before=write) for _ in range(2)), nn.Linear(6, 2)
+        for block in self.blocks:
+            block.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def test_recomputed_blocks_may_write_what_their_weights_hold_already():
+    model = WritingBlocks(clipped).double()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        for size in (4, 5, 4):
+            batch = {"x": rows(size)["x"].double()}
+            with engine.without_taps():
+                truth, engine.max_grad_norm = reference(model, batch, losses)
+            engine.zero_grad()
+            private_step(engine, batch, losses)
+            with engine.without_taps():
+                assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)  # beyond the bounds again
+        assert "recomputed" in str(engine.explain())
+
+
+def test_recomputed_blocks_that_change_their_weights_each_time_are_refused():
+    """The step would change them once more than ordinary training does."""
+    with (
+        FlashEngine(WritingBlocks(copied), max_grad_norm=1.0, memory_budget="lean") as engine,
+        pytest.raises(UserError, match="was changed between backward and the optimizer step"),
+    ):
+        private_step(engine, rows(), losses)
 
 
 class Iterates(nn.Module):
