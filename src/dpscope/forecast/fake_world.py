@@ -69,6 +69,11 @@ def fake_world(settings: TrainerSettings, allocator: Allocator) -> Iterator[None
     if settings.world_size == 1:
         yield
         return
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        raise UserError(
+            f"a plan of several processes takes a newer torch: collectives of {torch.__version__} do not run on "
+            "fake tensors: plan one process, or pip install --upgrade torch"
+        )
     if dist.is_initialized():
         raise UserError("this process is one of several already: make a plan of several processes in another one")
     from torch.testing._internal.distributed.fake_pg import FakeStore

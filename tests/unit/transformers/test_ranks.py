@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_here import takes_shards
 from tests.unit.transformers.rank_worker import main
 from tests.unit.transformers.small_training import assert_same
 from tests.unit.two_ranks import fork_ranks, run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=takes_shards)])
 def test_two_ranks_take_the_steps_of_one_process(tmp_path, parallel):
     main(str(tmp_path), "none")
     if parallel == "ddp":
