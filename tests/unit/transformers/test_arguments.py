@@ -80,11 +80,11 @@ UNCHANGED = {
     "torch_empty_cache_steps": {"torch_empty_cache_steps": 1},
     "dataloader_drop_last": {"dataloader_drop_last": True},
 }
-MARKS = dict.fromkeys(("dataloader_num_workers", "dataloader_persistent_workers"), [pytest.mark.slow])
-MARKS["torch_compile"] = [pytest.mark.slow, takes_compiled]
+MARKS: dict[str, tuple] = dict.fromkeys(("dataloader_num_workers", "dataloader_persistent_workers"), (pytest.mark.slow,))
+MARKS["torch_compile"] = (pytest.mark.slow, takes_compiled)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in UNCHANGED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in UNCHANGED])
 def test_a_setting_that_is_not_about_steps_leaves_them_as_they_are(tmp_path, name):
     trainer = private_trainer(tmp_path, settings=UNCHANGED[name])
     trainer.train()
