@@ -80,7 +80,7 @@ UNCHANGED = {
     "torch_empty_cache_steps": {"torch_empty_cache_steps": 1},
     "dataloader_drop_last": {"dataloader_drop_last": True},
 }
-MARKS = {name: (pytest.mark.slow,) for name in ("dataloader_num_workers", "dataloader_persistent_workers")}
+MARKS = dict.fromkeys(("dataloader_num_workers", "dataloader_persistent_workers"), (pytest.mark.slow,))
 MARKS["torch_compile"] = (pytest.mark.slow, takes_compiled)
 
 
