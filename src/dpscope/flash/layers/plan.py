@@ -132,7 +132,8 @@ class Ladder:
         target: nn.Module | None = self._parents.get(module) if climb or module in self.whole else module
         while target is not None and (target in self.whole or not _is_called(target)):
             target = self._parents.get(target)
-        return target
+        is_left = climb and module not in self.whole and _is_called(module)  # by itself, where nothing is around it
+        return module if target is None and is_left else target
 
     # -- parameters used elsewhere -----------------------------------------------------------------------------------
 

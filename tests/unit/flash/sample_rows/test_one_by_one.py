@@ -141,3 +141,19 @@ def test_a_module_that_takes_gradients_and_draws_random_numbers_is_trained():
         private_step(engine, rows(), losses)
         assert engine.runs_by_sample()
         assert 0 < float(model[1].weight.grad.norm()) <= len(rows()["x"]) * 1e-3 * (1 + 1e-5)
+
+
+class OwnForce(nn.Module):
+    """The whole model takes gradients itself, with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 8)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.last(torch.autograd.grad((x @ self.weight).tanh().sum(), x, create_graph=True)[0])
+
+
+def test_a_model_that_takes_gradients_with_a_parameter_of_its_own_is_exact():
+    assert_exact(OwnForce().double(), {"x": rows()["x"].double()}, losses)
