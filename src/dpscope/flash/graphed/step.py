@@ -163,7 +163,7 @@ class CapturedStep:
         with capturing(self._own), engine.capturing(self._static):
             try:
                 self._replay, self._loss = record(lambda: self._run(loss, rows), pool)
-            except NotVerified:
+            except (NotVerified, torch.OutOfMemoryError):
                 raise
             except UserError as refusal:
                 raise _not_captured(str(refusal)) from refusal

@@ -55,13 +55,15 @@ def host_graphs(monkeypatch):
         random = torch.get_rng_state()
         written = [*engine.model.parameters(), *engine.model.buffers(), *_state(this.optimizer)]
         before = [tensor.detach().clone() for tensor in written]
-        result = run()  # a capture runs nothing: what this has done is undone
-        torch.set_rng_state(random)
-        with torch.no_grad():
-            for tensor, value in zip(written, before, strict=True):
-                tensor.copy_(value)
-        for parameter, total in begin.items():
-            this.base._sums[parameter].copy_(total)
+        try:
+            result = run()
+        finally:  # a capture runs nothing: what this has done is undone
+            torch.set_rng_state(random)
+            with torch.no_grad():
+                for tensor, value in zip(written, before, strict=True):
+                    tensor.copy_(value)
+            for parameter, total in begin.items():
+                this.base._sums[parameter].copy_(total)
 
         def replay():
             own, static = this._own, this._static

@@ -34,10 +34,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2, 13])
+@pytest.mark.parametrize("failing", [0, 1, 2, 6, 8, 13])
 @pytest.mark.parametrize("point", FAILURES)
-def test_an_eager_batch_that_is_tried_again_counts_once(host_graphs, point, failing, monkeypatch):
-    """Batches 13 and 14 have shapes of their own, which run eagerly."""
+def test_an_eager_batch_and_a_captured_one_that_are_tried_again_count_once(host_graphs, point, failing, monkeypatch):
+    """Batches 13 and 14 have a shape of their own, which runs eagerly. Graphs are captured at batches 6 and 8."""
     data = [(x[:3], y[:3]) if number > 12 else (x, y) for number, (x, y) in enumerate(batches(15))]
     by_loop, by_graph = network(), network()
     trained_by_loop(by_loop, private(by_loop), data, announce)
