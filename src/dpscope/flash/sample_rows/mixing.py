@@ -34,7 +34,7 @@ from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
 from dpscope.flash.sample_rows.told_numbers import Told
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import Place, leaves_in, tensors_in
+from dpscope.flash.torch_side.arguments import ArgumentPlace, leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import nothing_saved
 from dpscope.flash.torch_side.dropout import WithoutDropout
@@ -123,7 +123,7 @@ class Mixing(TriedCall):
                 f"no argument of the model has a row for each of its {self.batch} samples, so it cannot be found out "
                 f"whether they mix. {PUT_BATCH_FIRST}"
             )
-        refusals, fitting = list[Exception](), list[frozenset[Place]]()
+        refusals, fitting = list[Exception](), list[frozenset[ArgumentPlace]]()
         for self.told in told.readings():
             if not told.surely <= self.told and any(isinstance(each, UserError) for each in refusals):
                 break  # it runs with what it surely is told, and samples mix

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from dpscope.flash.torch_side.arguments import ModelCall, Place, numbers_in
+from dpscope.flash.torch_side.arguments import ArgumentPlace, ModelCall, numbers_in
 
 MOST_TRIED = 4
 """Numbers of which all combinations are tried."""
@@ -20,10 +20,10 @@ MOST_TRIED = 4
 class Told(NamedTuple):
     """Places of numbers that are as large as the batch, and those that surely are the number of samples."""
 
-    maybe: frozenset[Place]
-    surely: frozenset[Place]
+    maybe: frozenset[ArgumentPlace]
+    surely: frozenset[ArgumentPlace]
 
-    def readings(self) -> Iterator[frozenset[Place]]:
+    def readings(self) -> Iterator[frozenset[ArgumentPlace]]:
         """Yield sets of the numbers that may be told, to be tried in turn: those with all sure ones come first."""
         places = sorted(self.maybe, key=repr)
         counts = range(len(places), -1, -1)
@@ -33,12 +33,12 @@ class Told(NamedTuple):
 
 
 class ToldNumbers:
-    """What calls have shown of their numbers, by their form and the place in it."""
+    """Evidence that calls give of their numbers, by the form of a call and the place in it."""
 
     def __init__(self) -> None:
         self._sizes: dict[Any, set[int]] = {}  # of batches that were as large as the number
         self._others: set[Any] = set()  # numbers that were another one, or cannot follow the rows
-        self._found: dict[Any, frozenset[Place]] = {}  # by form, what verification has found last
+        self._found: dict[Any, frozenset[ArgumentPlace]] = {}  # by form, what verification has found last
 
     def look(self, call: ModelCall, batch: int) -> Told:
         """Note the numbers of a call."""
@@ -54,13 +54,13 @@ class ToldNumbers:
             frozenset(maybe), frozenset(place for place in maybe if len(self._sizes.get((form, place), ())) > 1)
         )
 
-    def found(self, call: ModelCall, told: Told, those: frozenset[Place]) -> None:
+    def found(self, call: ModelCall, told: Told, those: frozenset[ArgumentPlace]) -> None:
         """Note which numbers verification has found to be told."""
         form = tuple(dict(numbers_in(call)))
         self._found[form] = those
         self._others.update((form, place) for place in told.surely - those)
 
-    def in_empty(self, call: ModelCall) -> frozenset[Place]:
+    def in_empty(self, call: ModelCall) -> frozenset[ArgumentPlace]:
         """Return the numbers of an empty batch that are told, as far as that is known, or that may be."""
         numbers = dict(numbers_in(call))
         return self._found.get(tuple(numbers)) or self.look(call, 0).maybe

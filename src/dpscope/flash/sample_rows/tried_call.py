@@ -17,7 +17,7 @@ from dpscope.endings import lacks_memory
 from dpscope.flash.sample_rows.proxy import RanOutOfMemory
 from dpscope.flash.sample_rows.snapshots import ModelSnapshot
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import Leaf, Place, leaves_in, numbers_in, replace_leaves, rows_of, take
+from dpscope.flash.torch_side.arguments import ArgumentPlace, Leaf, leaves_in, numbers_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.frames import eagerly
 from dpscope.random_states import cuda_devices, seed_all
 
@@ -68,7 +68,7 @@ class TriedCall:
         self.batch = call.batch
         self.call = call.args, call.kwargs
         self.sampled = self.sampled_leaves()  # arguments that hold a row for each sample: their id -> dimension
-        self.told: frozenset[Place] = frozenset()  # of numbers among the arguments that are that of the samples
+        self.told: frozenset[ArgumentPlace] = frozenset()  # of numbers among the arguments that are that of the samples
         self.wide = False  # whether it runs in float64
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
         self.snapshot: ModelSnapshot | None = None
@@ -99,7 +99,7 @@ class TriedCall:
         self._has_run = True
         return self.snapshot.written
 
-    def numbers(self, rows: int) -> dict[Place, int]:
+    def numbers(self, rows: int) -> dict[ArgumentPlace, int]:
         """Return what numbers among the arguments become if there are so many rows."""
         return dict.fromkeys(self.told, rows)
 

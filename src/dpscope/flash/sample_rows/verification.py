@@ -31,7 +31,7 @@ from dpscope.flash.sample_rows.told_numbers import Told, ToldNumbers
 from dpscope.flash.sample_rows.tried_call import RootCall
 from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
-from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, Leaf, Place, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, ArgumentPlace, Leaf, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
 from dpscope.flash.torch_side.captures import own_capture
 from dpscope.flash.torch_side.frames import eagerly
@@ -67,7 +67,7 @@ class BegunPass(NamedTuple):
 class _Reading(NamedTuple):
     """Facts about one way to call the model: `Verification.told`, `_shared`, `_output_dims`, `_mixed`, `_is_random`."""
 
-    told: frozenset[Place]  # of the arguments that are the number of samples
+    told: frozenset[ArgumentPlace]  # of the arguments that are the number of samples
     sizes: tuple[int, ...]  # the largest of which it was asked if they matter: see `_sizes_of`
     shared: frozenset[int]
     given: dict[int, Leaf]  # arguments that all samples were taken to share, by place
@@ -110,7 +110,7 @@ class Verification:
         self._warned_of_ways = False
         self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
         self._mixed: frozenset[OutputPlace] = frozenset()  # of the way: outputs without rows that mix samples
-        self.told: frozenset[Place] = frozenset()  # of the way: arguments that are the number of samples
+        self.told: frozenset[ArgumentPlace] = frozenset()  # of the way: arguments that are the number of samples
         self.numbers = ToldNumbers()
         self.written: set[str] = set()  # parameters that forward writes
         self._is_random = False  # of the way: the model draws random numbers besides dropout's

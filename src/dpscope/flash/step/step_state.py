@@ -5,7 +5,7 @@ The micro-batch is in one of four states:
     CLOSED        no forward pass since the last closing or zero_grad()
     OPENED        a forward pass has told the number of samples
     RECORDED      a backward pass has left contributions, or was that of an empty batch
-    FAILED        its backward pass or closing has failed: nothing is left of it, and no step is taken before it is run
+    ABORTED       its backward pass or closing has failed: nothing is left of it, and no step is taken before it is run
                   again
 
 and the sums of the micro-batches that are closed are in one of five:
@@ -26,9 +26,9 @@ and the sums of the micro-batches that are closed are in one of five:
 |                   |                                   |                          | its draw goes on                  |
 | close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if LOST or GIVEN_UP, or   |
 |                   |                                   |                          | OPENED and none is counted        |
-| fail()            | an error in a closing, or before  | any -> FAILED            |                                   |
+| fail()            | an error in a closing, or before  | any -> ABORTED           |                                   |
 |                   | it in a backward pass             |                          |                                   |
-| lose(others)      | an error while sums are made, or  | any -> FAILED            | none is counted; -> LOST if sums  |
+| lose(others)      | an error while sums are made, or  | any -> ABORTED           | none is counted; -> LOST if sums  |
 |                   | the step is taken                 |                          | of others are lost, or GIVEN_UP   |
 |                   |                                   |                          | from ACCUMULATING or APPLIED      |
 | refuse_split(ids) | the same, before it               |                          | refused if they hold a sample of  |
@@ -42,7 +42,7 @@ and the sums of the micro-batches that are closed are in one of five:
 |                   |                                   |                          | COLLECTING, LOST -> COLLECTING;   |
 |                   |                                   |                          | ACCUMULATING -> GIVEN_UP if one   |
 |                   |                                   |                          | is counted                        |
-| begin_step()      | step()                            | refused if FAILED        | refused if APPLIED or LOST        |
+| begin_step()      | step()                            | refused if ABORTED       | refused if APPLIED or LOST        |
 | skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
 | complete()        | a loop that leaves one            |                          | ACCUMULATING -> COLLECTING        |
 | forget_sums()     | step() that begins another draw   |                          | -> COLLECTING, none is counted    |
@@ -79,7 +79,7 @@ class MicroBatchState(Enum):
     CLOSED = auto()
     OPENED = auto()
     RECORDED = auto()
-    FAILED = auto()
+    ABORTED = auto()
 
 
 class SumsState(Enum):
@@ -90,7 +90,7 @@ class SumsState(Enum):
     GIVEN_UP = auto()
 
 
-CLOSED, OPENED, RECORDED, FAILED = MicroBatchState
+CLOSED, OPENED, RECORDED, ABORTED = MicroBatchState
 COLLECTING, ACCUMULATING, APPLIED, LOST, GIVEN_UP = SumsState
 
 
@@ -348,7 +348,7 @@ class StepState:
     def fail(self) -> None:
         """Forget the micro-batch, whose closing has failed. The sums are those of before."""
         self.drop()
-        self._micro_batch = FAILED
+        self._micro_batch = ABORTED
 
     # -- the sums ----------------------------------------------------------------------------------------------------
 
@@ -399,7 +399,7 @@ class StepState:
     def begin_step(self) -> None:
         self._refuse_lost()
         self.fail_unfinished()
-        if self._micro_batch is FAILED and not self.given_up:
+        if self._micro_batch is ABORTED and not self.given_up:
             raise UserError(
                 "an error has dropped what the backward pass of this batch had left: run forward and backward of it "
                 "again before step()"

@@ -30,7 +30,7 @@ SAMPLE_COUNT = "number", "of samples"
 """In a signature: a number as large as that of the samples."""
 
 Leaf = Tensor | PackedSequence
-Place = tuple[Any, ...]  # of an argument: keys that lead to it
+ArgumentPlace = tuple[Any, ...]  # of an argument: keys that lead to it
 ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 KEEP_BATCH_FIRST = (
@@ -68,7 +68,9 @@ def signature(value: Any, samples: int | None = None) -> tuple[Hashable, ...]:
     )
 
 
-def numbers_in(value: Any, place: Place = (), opened: frozenset[int] = frozenset()) -> Iterator[tuple[Place, Any]]:
+def numbers_in(
+    value: Any, place: ArgumentPlace = (), opened: frozenset[int] = frozenset()
+) -> Iterator[tuple[ArgumentPlace, Any]]:
     """Yield the place and the value of every number in the arguments, those in a `torch.Size` too."""
     number = number_of(value)
     if number is not None:
@@ -117,8 +119,8 @@ def replace_leaves(
     copies: dict[int, Any] | None = None,
     *,
     scalars: bool = False,
-    numbers: Mapping[Place, int] = {},
-    place: Place = (),
+    numbers: Mapping[ArgumentPlace, int] = {},
+    place: ArgumentPlace = (),
 ) -> Any:
     """Copy `value` with every leaf changed, tensors without a dimension if `scalars`, and the `numbers` at some places.
 
@@ -152,7 +154,9 @@ def replace_leaves(
     return clone
 
 
-def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any], told: Collection[Place] = ()) -> ModelCall | None:
+def make_up_sample(
+    args: tuple[Any, ...], kwargs: dict[str, Any], told: Collection[ArgumentPlace] = ()
+) -> ModelCall | None:
     """Return the call with one sample of zeros if it has no samples; None if no tensor in it could hold one.
 
     The numbers at `told` are that of the samples.

@@ -9,11 +9,11 @@ from dpscope.errors import UserError
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.padding.rows import Rows
 from dpscope.flash.step.step_state import (
+    ABORTED,
     ACCUMULATING,
     APPLIED,
     CLOSED,
     COLLECTING,
-    FAILED,
     GIVEN_UP,
     LOST,
     OPENED,
@@ -58,7 +58,7 @@ def make_state(micro=CLOSED, sums=COLLECTING, *, size=4, counted=0):
         state.open(size)
     if micro is RECORDED:
         state.record(make_slot())
-    elif micro is FAILED:
+    elif micro is ABORTED:
         state.fail()
     assert (state.micro_batch, state.sums) == (micro, sums)
     return state
@@ -256,7 +256,7 @@ def test_a_draw_is_given_up_if_a_batch_of_it_is_cleared_that_is_in_its_sums():
 def test_sums_that_an_error_drops_are_missed_if_others_were_among_them(sums, others, after):
     state = make_state(RECORDED, sums)
     state.lose(others=others)
-    assert (state.micro_batch, state.sums, state.micro_batches, state.samples) == (FAILED, after, 0, 0)
+    assert (state.micro_batch, state.sums, state.micro_batches, state.samples) == (ABORTED, after, 0, 0)
     assert state.take_recorded() == []
 
 
