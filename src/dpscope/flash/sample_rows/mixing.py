@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dpscope.flash.sample_rows.comparison import (
     no_part_depends_on_both,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, RanOutOfMemory
-from dpscope.flash.sample_rows.snapshots import Buffers, opened_gates
+from dpscope.flash.sample_rows.snapshots import opened_gates
 from dpscope.flash.sample_rows.told_numbers import Told
 from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
 from dpscope.flash.torch_side import dry_run
@@ -44,11 +45,9 @@ from dpscope.flash.torch_side.shards import is_sharded
 from dpscope.places import number_in
 from dpscope.random_states import RandomStates, seed_all
 
-DRAWS = 3
-"""Other orders of samples, and other random numbers, that the first batch is tried with."""
-MORE_DRAWS = 8
-"""If the model draws random numbers besides dropout's: it may mix samples in some draws, as manifold mixup does."""
-_FEW = 3  # samples, of which one is replaced and then the others
+DRAWS, MORE_DRAWS = 3, 10
+"""Other random numbers that a model is tried with, later and in the first batch, if it draws some besides dropout's:
+it may mix samples in some draws, as manifold mixup does."""
 _FULL_PRECISION = {torch.float32, torch.float64}
 # How far a sample's output may move with the number of samples, by rounding alone: of its size, and of what tells two
 # samples apart.
@@ -79,13 +78,13 @@ class Mixing(TriedCall):
     ) -> None:
         super().__init__(call, model, alone, in_any_dim=in_any_dim, shared=shared)
         self.gates = gates
-        self._turn = 0  # of replaced samples
         self.is_random = False  # whether the model draws random numbers besides dropout's
         self.to_the_bit = False  # whether any difference counts
         self._is_loud = False  # whether the sample that was put in place of another is a large one
-        self._in_turn = False  # whether runs may follow each other, to answer two questions
-        self._keeps_nothing = False  # whether they have shown that the model keeps nothing of its samples
+        self._turn = RANDOM.randrange(6)  # of the thirds
+        self._keeps_nothing = False  # whether a comparison of rows has shown that the model keeps nothing of them
         self._numel = 0  # elements of all outputs
+        self._moves_with_number = False  # whether outputs moved with the number of samples, by rounding or by more
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
         self.output_dims: list[int | None] | None = None  # of each output: the dimension of samples, once it is known
@@ -141,24 +140,24 @@ class Mixing(TriedCall):
         self._draw_reading()
 
     def _draw_reading(self) -> None:
-        self._in_turn = True
         self._confirmed(self._draw)
         numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
-        if numel <= _WIDE_NUMEL and dry_run.current() is None:
+        if self._moves_with_number and numel <= _WIDE_NUMEL and dry_run.current() is None:
             refusal = self._in_float64(lambda: self._compare_sizes(self.rows()))
             if isinstance(refusal, UserError):
                 raise refusal
 
-    def look_again(self) -> None:
-        """Compare some rows with the random numbers of the step, one half of them replaced and then the other."""
-        self._confirmed(lambda: self._try_readings(self._draw_others if self.is_random else lambda: None))
+    def look_again(self, *, whole: bool) -> None:
+        """Compare some rows with the random numbers of the step; `whole`: look for state that is kept, too."""
+        further = partial(self._draw_others, DRAWS) if self.is_random else lambda: None
+        self._confirmed(lambda: self._try_readings(further, whole=whole))
 
     def compare_sizes(self) -> None:
         """Compare a few samples with the whole batch: a model may branch on their number, and mix many."""
         self._confirmed(lambda: self._compare_sizes(list(range(self.batch))))
 
     def _draw(self) -> None:
-        self._try_readings(self._draw_others)
+        self._try_readings(partial(self._draw_others, 1, runs=3), whole=True)
         self._compare_sizes(list(range(self.batch)))
         if self.is_random:
             self._draw_others(MORE_DRAWS)
@@ -173,11 +172,11 @@ class Mixing(TriedCall):
         is smaller. If the model cannot run in float64, or draws random numbers, which would be others there, outputs
         may differ by what rounding does in their dtype.
         """
-        choices, turn, is_loud = RANDOM.getstate(), self._turn, self._is_loud
+        choices, is_loud, turn = RANDOM.getstate(), self._is_loud, self._turn
 
         def again() -> None:
             RANDOM.setstate(choices)
-            self._turn, self._is_loud = turn, is_loud
+            self._is_loud, self._turn = is_loud, turn
             question()
 
         self.to_the_bit = True
@@ -243,7 +242,7 @@ class Mixing(TriedCall):
             self.alone, self.wide = outer, False
         return None
 
-    def _try_readings(self, further: Callable[[], None]) -> None:
+    def _try_readings(self, further: Callable[[], None], *, whole: bool) -> None:
         """Find a reading of the arguments by which samples do not mix, by one check and by `further` ones.
 
         Mixing found only by further checks must not be explained by an argument that relates all samples to each other:
@@ -258,8 +257,8 @@ class Mixing(TriedCall):
                     continue
                 tried.add(self.shared)
                 try:
-                    if not self._shows_nothing_in_turn(rows):
-                        self._compare_rows(rows, None, 2)
+                    if not (whole and self._shows_nothing_after_others(rows)):
+                        self._compare_rows(rows, None)
                     shown = False
                     further()
                     self.doubt = str(refusals[0]) if refusals and isinstance(refusals[0], UserError) else ""
@@ -270,27 +269,23 @@ class Mixing(TriedCall):
                 break
         raise refusals[0]
 
-    def _shows_nothing_in_turn(self, rows: list[int]) -> bool:
-        """Return whether samples do not mix, and nothing is kept of them, in runs that follow each other like steps.
+    def _shows_nothing_after_others(self, rows: list[int]) -> bool:
+        """Return whether samples do not mix, and nothing is kept of those of an earlier run.
 
-        What modules keep stays from run to run, so that the same runs answer both questions. If anything shows, or a
-        run fails, they have to be asked one by one. This is for the first batch alone: what is made of the first run's
-        samples and kept shows only in further draws.
+        One run more, on other samples, answers both questions at once. If anything shows, or a run fails, they have to
+        be asked one by one.
         """
-        if not (self._in_turn and self.to_the_bit) or dry_run.current() is not None:
+        if not self.to_the_bit or dry_run.current() is not None:
             return False
         try:
             with self.untouched():
-                before = self._compare_rows(rows, None, 2, in_turn=True)
-                with self.untouched(attributes=False):
-                    self._outputs(self._shifted(rows), None, altered=True)
-                after = self._outputs(rows, None)
+                self._compare_rows(rows, None, after_others=True)
         except (Exception, NotFollowed):
-            if not self._sizes:  # the first run, which found the model as it is
+            if not self._sizes:  # the very first run
                 raise
             return False
-        self._keeps_nothing = not any_apart(before, after, len(rows), repeated=True)
-        return self._keeps_nothing
+        self._keeps_nothing = True
+        return True
 
     def _shares_relation(self) -> bool:
         """Return whether an argument with two dimensions of the batch's size is taken to be shared by all samples."""
@@ -298,62 +293,76 @@ class Mixing(TriedCall):
         tensors = [leaf for place, leaf in leaves if place in self.shared and isinstance(leaf, Tensor)]
         return any(list(leaf.shape).count(self.batch) > 1 for leaf in tensors)
 
-    def _draw_others(self, draws: int = DRAWS) -> None:
+    def _draw_others(self, draws: int, *, runs: int = 2) -> None:
         """Compare rows in other orders of the samples and with other random numbers: mixing may depend on either."""
-        for number in range(draws if dry_run.current() is None else 0):
+        for _ in range(draws if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
             self.across = torch.tensor(order) if len(order) == self.batch else None
-            with opened_gates(self.gates) if number else nullcontext():
+            with opened_gates(self.gates):
                 try:
-                    self._compare_rows(order, seed)
+                    self._compare_rows(order, seed, runs=runs)
                 except (UserError, NotFollowed):
                     raise
                 except Exception:  # a model that asks for samples in a given order, say sorted by length
                     self.across = None
-                    self._compare_rows(rows, seed)
+                    self._compare_rows(rows, seed, runs=runs)
                 finally:
                     self.across = None
 
-    def _compare_rows(
-        self, index: list[int], seed: int | None, turns: int = 1, *, in_turn: bool = False
-    ) -> list[Tensor]:
-        """Refuse a model in whose output the rows of some samples change with the others; return what it gives.
+    def _compare_rows(self, index: list[int], seed: int | None, *, runs: int = 3, after_others: bool = False) -> None:
+        """Refuse a model in whose output the rows of some samples change with the others.
 
-        A random half of the samples is replaced; in a second turn the other half is. Many replaced samples show more
-        than one does: whether any is the longest, or which branch their mean takes. With `in_turn` the runs follow each
-        other like steps: what modules keep stays.
+        The samples are cut into random thirds. Of three runs, the second one keeps the first third and the third run the
+        second one: any two have one third in common, and the rest of the batch differs. Many replaced samples show more
+        than one does: whether any is the longest, or which branch their mean takes. With `after_others` a run on other
+        samples, the first run and the second one follow each other like steps: what modules keep stays.
         """
-        with self.untouched(attributes=not in_turn):
-            before = self._outputs(index, seed)
         others = sorted(set(range(self.batch)) - set(index))
-        for replaced in RANDOM.sample(self._halves(len(index)), 2 if len(index) == 2 else turns):
-            self._is_loud = not self._is_loud
-            changed = list(index)
-            for place in replaced:
-                changed[place] = RANDOM.choice(others or [row for row in index if row != index[place]])
-            with self.untouched(attributes=not in_turn):
-                after = self._outputs(changed, seed, loud=RANDOM.choice(replaced) if self._is_loud else None)
-            kept = torch.tensor([place for place in range(len(index)) if place not in replaced])
-            for output, (first, second) in enumerate(zip(before, after, strict=False)):
-                if self._moved(first, second, len(index), kept, self._allowed_share(output, first)):
-                    where = "" if in_turn else self._where((index, changed), seed, kept)
-                    raise UserError(
-                        f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes "
-                        f"with the others. {PUT_BATCH_FIRST}"
-                    )
-        return before
+        instead = [RANDOM.choice(others or [other for other in index if other != row]) for row in index]
+        thirds = self._thirds(len(index))
+        tried, found = list[list[int]](), list[list[Tensor]]()
+        for run in range(3 if len(index) == 2 else runs):
+            kept = thirds[run - 1] if run else range(len(index))
+            tried.append([row if place in kept else instead[place] for place, row in enumerate(index)])
+            self._is_loud ^= run > 0
+            loud = RANDOM.choice(thirds[2 - run]) if run and self._is_loud else None
+            with self.untouched(attributes=run > 0 or not after_others):
+                if after_others and not run:
+                    self._run_on_others(index)
+                found.append(self._outputs(tried[run], seed, loud=loud))
+            for before, third in ((0, thirds[run - 1]), (1, thirds[2]))[:run]:
+                self._require_same(tried[before], tried[run], found[before], found[run], seed, third)
 
-    def _halves(self, count: int) -> list[list[int]]:
-        """Return two random halves of so many places; of few places, each alone in its turn, the last one first.
+    def _thirds(self, count: int) -> list[list[int]]:
+        """Return random thirds of so many places, in an order that is another one each time; of two, the last is empty.
 
-        The first place and the last are never in the same half: a flip could leave both halves to themselves.
+        The first place and the last are never in the same third: a flip could leave each third to itself.
         """
         self._turn += 1
-        end = RANDOM.choice((0, count - 1))
-        others = RANDOM.sample(range(1, count - 1), count // 2 - 1) if count > _FEW else []
-        first = [end, *others] if count > _FEW else [-self._turn % count]
-        return [first, [place for place in range(count) if place not in first]]
+        places = [*RANDOM.sample((0, count - 1), 2), *RANDOM.sample(range(1, count - 1), count - 2)]
+        parts = [places[start::3] for start in range(min(count, 3))]
+        turn = self._turn % len(parts)
+        return [*parts[turn:], *parts[:turn], []][:3]
+
+    def _require_same(
+        self,
+        first: list[int],
+        second: list[int],
+        before: list[Tensor],
+        after: list[Tensor],
+        seed: int | None,
+        places: list[int],
+    ) -> None:
+        """Refuse samples that mix if the rows at these places differ between the outputs of two runs."""
+        kept = torch.tensor(places)
+        for output, both in enumerate(zip(before, after, strict=False)):
+            if places and self._moved(*both, len(first), kept, self._allowed_share(output, both[0])):
+                where = self._where((first, second), seed, kept)
+                raise UserError(
+                    f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes with "
+                    f"the others. {PUT_BATCH_FIRST}"
+                )
 
     def _moved(self, before: Tensor, after: Tensor, rows: int, kept: Tensor, share: float | None) -> bool:
         """Return whether the rows `kept` of an output differ, whichever dimension is that of the samples.
@@ -459,6 +468,9 @@ class Mixing(TriedCall):
         same = b.index_select(0, torch.tensor(places, device=b.device))
         apart, size = (torch.linalg.vector_norm(each.double(), dim=1) for each in (a - same, same))
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if not self.wide:
+            confirmed = _CONFIRMED * torch.maximum(size, size.new_tensor(largest(b)))
+            self._moves_with_number |= bool(read((apart > confirmed).any(), True))
         if self.wide and (share := self._allowed_share(output, many)) is not None:
             allowed = share * torch.maximum(size, size.new_tensor(largest(b)))
         elif is_coarse(few) or not dtypes <= _FULL_PRECISION:
@@ -516,14 +528,19 @@ class Mixing(TriedCall):
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
         """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
         with self.untouched():
-            buffers = Buffers(self.model)
-            first = rows if self.batch == 1 or not altered else self._shifted(rows)
+            self._run_on_others(rows, altered=altered)
+            return self._outputs(rows, 2)
+
+    def _run_on_others(self, rows: list[int], *, altered: bool = True) -> None:
+        """Run on other samples than these, or on these; keep what that leaves on modules, besides buffers."""
+        first = rows if self.batch == 1 or not altered else self._shifted(rows)
+        with self.untouched(attributes=False):
             try:
                 self._outputs(first, 1, altered=altered)
-            except (ValueError, RuntimeError, AssertionError):  # a model that takes no values below zero
+            except (ValueError, RuntimeError, AssertionError) as error:  # a model that takes no values below zero
+                if lacks_memory(error):
+                    raise
                 self._outputs(first, 1)
-            buffers.put_back()
-            return self._outputs(rows, 2)
 
     def _shifted(self, rows: list[int]) -> list[int]:
         """Return as many other samples, not just a permutation, which a mean would not reveal."""

@@ -96,7 +96,7 @@ class RowNorms:
         self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
         self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
         self.untouched, self.alone, self.devices = tried.untouched, tried.alone, tried.devices
-        self.watched, self.numbers, self.may_repeat = tried.watched, tried.numbers, tried.may_repeat
+        self.watched, self.numbers = tried.watched, tried.numbers
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows

@@ -34,7 +34,7 @@ from dpscope.endings import lacks_memory
 from dpscope.errors import UserError
 from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.oracle import gradients_of
-from dpscope.flash.sample_rows.comparison import is_coarse, largest_difference
+from dpscope.flash.sample_rows.comparison import SLICE, is_coarse, largest_difference
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.row_norms import RowNorms, TestedEngine, rounds_inside
 from dpscope.flash.sample_rows.snapshots import opened_gates
@@ -331,9 +331,10 @@ def _norm(tensor: Tensor, minus: Tensor | None = None) -> Tensor:
 
     Slices are copied to float64 first: torch's own float64 norm of float32 takes 6 times as long on a CPU.
     """
-    parts = list(torch.split(tensor.reshape(-1), NORM_SLICE))
+    size = NORM_SLICE if tensor.device.type == "cpu" else SLICE  # each slice is a launch elsewhere
+    parts = list(torch.split(tensor.reshape(-1), size))
     if minus is not None:
-        others = torch.split(minus.expand(tensor.shape).reshape(-1), NORM_SLICE)
+        others = torch.split(minus.expand(tensor.shape).reshape(-1), size)
         parts = [part - other for part, other in zip(parts, others, strict=True)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.double()) for part in parts]))
     return norm

@@ -86,9 +86,11 @@ def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
 
 def _all_zero(tensors: Collection[Tensor], first: int | None = None) -> list[Tensor]:
     """Return the tensors whose elements, or `first` elements, are all zero."""
-    found = [tensor.reshape(-1)[:first].any().cpu() for tensor in tensors]
-    values = read(torch.stack(found), True) if found else []
-    return [tensor for tensor, is_open in zip(tensors, values, strict=True) if not is_open]
+    found: dict[torch.device, list[Tensor]] = {}  # one wait for each device
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor.reshape(-1)[:first].any())
+    values = {device: iter(read(torch.stack(each), True)) for device, each in found.items()}
+    return [tensor for tensor in tensors if not next(values[tensor.device])]
 
 
 def untouched(model: nn.Module) -> AbstractContextManager[None]:

@@ -164,12 +164,12 @@ class TriedCall:
         return any(self.batch in shape for shape in (*given, *own))
 
     def _altered(self, leaf: Tensor) -> Tensor:
-        """Make other values of the same shape, of the other sign: what a model keeps may depend on signs alone.
+        """Make other values of the same shape, of the other sign: what a model keeps may be the sign of their mean.
 
         Ids and lengths of several samples stay: another sample has others.
         """
         if leaf.is_floating_point():
-            return 1 - 2 * leaf
+            return torch.where(leaf == 0, 1.0, -2.0 * leaf)
         return leaf if self.batch > 1 else torch.zeros_like(leaf)
 
     def run_on(

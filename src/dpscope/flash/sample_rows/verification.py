@@ -309,7 +309,7 @@ class Verification:
                 self._asked = asked
             else:
                 mixing = self._mixing(call)
-            if test is None or test.may_repeat != mixing.may_repeat:
+            if test is None or len(test.rows) != len(mixing.rows()):
                 test = self._test_of(call, mixing)
             else:
                 test.resume(call, mixing)
@@ -341,7 +341,7 @@ class Verification:
             mixing = self._mixing(call)
             mixing.is_random = self._is_random
             if call.batch > 1:
-                mixing.look_again()
+                mixing.look_again(whole=whole)
                 self._shared = mixing.shared
                 if _is_larger(call, most):
                     mixing.compare_sizes()

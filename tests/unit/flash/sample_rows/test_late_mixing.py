@@ -135,7 +135,7 @@ def test_a_way_of_calling_whose_verification_fails_is_refused():
 
 
 class _Numbers:
-    """An iterator that fails the first time."""
+    """An iterator that fails the first two times."""
 
     def __init__(self):
         self.asked = 0
@@ -148,7 +148,7 @@ class _Numbers:
 
     def __next__(self):
         self.asked += 1
-        if self.asked == 1:
+        if self.asked <= 2:
             raise RuntimeError("not yet")
         return 1.0
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.sample_rows import comparison, row_norms, self_test
@@ -230,6 +231,64 @@ def test_a_checkpointed_layer_that_is_followed_takes_other_options():
 
 
 # -- what it takes
+
+
+def test_verification_takes_few_forward_passes():
+    model, runs = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(), []
+    model[1].register_forward_hook(lambda *call: runs.append(len(call[2])))
+    taken = []
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(4):
+            runs.clear()
+            private_step(engine, {"x": torch.randn(32, 6, dtype=torch.float64)}, losses)
+            taken.append(list(runs))
+    first, second, third, fourth = taken
+    # Another batch and thirds of it replaced, the same in another order; all samples and two of them; the self-test.
+    assert len(first) == 4 + 3 + 2 + 3 + 1
+    assert sorted(first)[-3:] == [7, 32, 32]  # the rest, on a quarter of the batch
+    assert (len(second), len(third), len(fourth)) == (3 + 1, 1, 4 + 3 + 1)
+
+
+class TwoBiases(nn.Module):
+    """Two tables that are given positions: each is found when the one before it is followed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Embedding(6, 6), nn.Embedding(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        positions = torch.arange(6)
+        h = (x[:, None] + self.first(positions)).tanh()
+        return self.last((h + self.second(positions)).tanh()).mean(1)
+
+
+def test_a_self_test_that_begins_again_keeps_what_the_untouched_model_gave(monkeypatch):
+    gradients = mock.Mock(side_effect=self_test._gradients)
+    monkeypatch.setattr(self_test, "_gradients", gradients)
+    assert_exact(TwoBiases(), rows(12), losses)
+    assert gradients.call_count == 1
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_sign_that_is_kept_of_the_samples_is_found(steps_before):
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.sign, self.keeps = nn.Linear(6, 3), 1.0, False
+
+        def forward(self, x):
+            sign, self.sign = self.sign, 1.0 if x.mean() > 0 else -1.0
+            return self.layer(x) * (sign if self.keeps else 1.0)
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model, batch = Signed(), {"x": torch.rand(32, 6)}
+        with FlashEngine(model, max_grad_norm=1.0) as engine:
+            for _ in range(steps_before):
+                private_step(engine, batch, losses)
+            model.keeps = True
+            with pytest.raises(UserError, match="keeps something"):
+                private_step(engine, batch, losses)
 
 
 def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_largest_tensors(monkeypatch):
