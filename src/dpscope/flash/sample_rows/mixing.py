@@ -1,12 +1,12 @@
 """Test if samples mix: run the untouched model on other samples and compare its outputs.
 
 Row b of the output may depend on sample b alone: not on the others in its batch, not on their number, and not on
-samples of an earlier step. Each question compares two forward passes that differ in one thing and start from the same
+samples of an earlier step. Each question compares forward passes that differ in one thing and start from the same
 random state. Random states, buffers and attributes of the model are restored.
 
-The first time the model is called in some way, all questions are asked on a quarter of the batch: several times with
-other orders of the samples and other random numbers, and with parameters that are zero set to others, because a gate
-that is closed at first hides what it multiplies. Later passes are checked now and then (schedule.py).
+The first time the model is called in some way, all questions are asked on a quarter of the batch: also with another
+order of the samples and other random numbers, and with parameters that are zero set to others, because a gate that is
+closed at first hides what it multiplies. Later passes are checked now and then (schedule.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Mixing(TriedCall):
     def draw(self, told: Told) -> None:
         """Refuse samples that mix in any of several draws. Set `shared`, and `told`, to the reading that fits.
 
-        If the model is not too large it is asked in float64, too, whether outputs depend on the number of samples.
+        If outputs moved with the number of samples, a model that is not too large is asked in float64, too, whether
+        they depend on it.
         """
         if not self.sampled and leaves_in(self.call):
             raise UserError(
@@ -294,7 +295,7 @@ class Mixing(TriedCall):
         return any(list(leaf.shape).count(self.batch) > 1 for leaf in tensors)
 
     def _draw_others(self, draws: int, *, runs: int = 2) -> None:
-        """Compare rows in other orders of the samples and with other random numbers: mixing may depend on either."""
+        """Compare rows in other orders of the samples, with other random numbers and opened gates."""
         for _ in range(draws if dry_run.current() is None else 0):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))

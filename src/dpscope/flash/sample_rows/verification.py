@@ -348,16 +348,17 @@ class Verification:
             self._judge_written(mixing)
             if whole:
                 mixing.find_carried_state()
-                self._self_test(call, self._test_of(call, mixing))
+                self._self_test(call, self._test_of(call, mixing, again=True))
         except UserError:
             raise
         except Exception as error:
             return error
         return None
 
-    def _test_of(self, call: RootCall, mixing: Mixing) -> SelfTest:
+    def _test_of(self, call: RootCall, mixing: Mixing, *, again: bool = False) -> SelfTest:
         """Return a test of samples for which `mixing` has found that they do not mix."""
-        return SelfTest(self._engine, call, mixing, seed=self.schedule.passes, output_dims=self._output_dims)
+        seed, dims = self.schedule.passes, self._output_dims
+        return SelfTest(self._engine, call, mixing, seed=seed, again=again, output_dims=dims)
 
     def _self_test(self, call: RootCall, test: SelfTest) -> None:
         """Compare the taps with the untouched model."""
