@@ -314,8 +314,8 @@ class Mixing(TriedCall):
     def _compare_rows(self, index: list[int], seed: int | None, *, runs: int = 3, after_others: bool = False) -> None:
         """Refuse a model in whose output the rows of some samples change with the others.
 
-        The samples are cut into random thirds. Of three runs, the second one keeps the first third and the third run the
-        second one: any two have one third in common, and the rest of the batch differs. Many replaced samples show more
+        The samples are cut into random thirds. Of three runs, the second one keeps the first third and the third one
+        the second: any two have one third in common, and the rest of the batch differs. Many replaced samples show more
         than one does: whether any is the longest, or which branch their mean takes. With `after_others` a run on other
         samples, the first run and the second one follow each other like steps: what modules keep stays.
         """
