@@ -316,12 +316,18 @@ class Mixing(TriedCall):
 
         The samples are cut into random thirds. Of three runs, the second one keeps the first third and the third one
         the second: any two have one third in common, and the rest of the batch differs. Many replaced samples show more
-        than one does: whether any is the longest, or which branch their mean takes. With `after_others` a run on other
-        samples, the first run and the second one follow each other like steps: what modules keep stays.
+        than one does: whether any is the longest, or which branch their mean takes. If there are no other samples, the
+        two parts are halves, and the one that is kept is all that a run has: the largest sample is gone in one of them.
+        With `after_others` a run on other samples, the first run and the second one follow each other like steps: what
+        modules keep stays.
         """
         others = sorted(set(range(self.batch)) - set(index))
-        instead = [RANDOM.choice(others or [other for other in index if other != row]) for row in index]
-        thirds = self._thirds(len(index))
+        thirds = self._thirds(len(index), 3 if others else 2)
+        instead = dict[int, int]()
+        for part, third in enumerate(thirds):
+            for place in third:
+                left = [index[other] for other in thirds[1 - part] if index[other] != index[place]]
+                instead[place] = RANDOM.choice(others or left or [row for row in index if row != index[place]])
         tried, found = list[list[int]](), list[list[Tensor]]()
         for run in range(3 if len(index) == 2 else runs):
             kept = thirds[run - 1] if run else range(len(index))
@@ -335,14 +341,14 @@ class Mixing(TriedCall):
             for before, third in ((0, thirds[run - 1]), (1, thirds[2]))[:run]:
                 self._require_same(tried[before], tried[run], found[before], found[run], seed, third)
 
-    def _thirds(self, count: int) -> list[list[int]]:
-        """Return random thirds of so many places, in an order that is another one each time; of two, the last is empty.
+    def _thirds(self, count: int, number: int) -> list[list[int]]:
+        """Return random thirds of so many places, in an order that is another one each time; or halves, and no third.
 
-        The first place and the last are never in the same third: a flip could leave each third to itself.
+        The first place and the last are never in the same part: a flip could leave each part to itself.
         """
         self._turn += 1
         places = [*RANDOM.sample((0, count - 1), 2), *RANDOM.sample(range(1, count - 1), count - 2)]
-        parts = [places[start::3] for start in range(min(count, 3))]
+        parts = [places[start::number] for start in range(number)]
         turn = self._turn % len(parts)
         return [*parts[turn:], *parts[:turn], []][:3]
 
