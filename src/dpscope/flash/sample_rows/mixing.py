@@ -276,6 +276,7 @@ class Mixing(TriedCall):
         One run more, on other samples, answers both questions at once. If anything shows, or a run fails, they have to
         be asked one by one.
         """
+        self._keeps_nothing = False
         if not self.to_the_bit or dry_run.current() is not None:
             return False
         try:
