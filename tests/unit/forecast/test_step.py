@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from dpscope.flash.sample_rows import self_test
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.torch_version import is_at_least
 from dpscope.forecast import step as forecast
@@ -91,6 +92,16 @@ def test_a_peak_includes_the_verification_of_flash_clipping():
     assert sum(flash.components.values()) == flash.peak_bytes
     many = forecast_step(replace(spec("flash"), **{**wide, "batch_size": 60}), H200, detailed=False)
     assert many.peak_bytes == many.step_bytes
+
+
+def test_verification_of_a_large_model_holds_no_gradients_while_the_engine_makes_its_sums(monkeypatch):
+    config = make_config("1b", hidden_dim=512, num_layers=4)
+    few_tokens = RunSpec(workload=config, method="flash", dtype="bf16", batch_size=8, seq_len=64, device="cuda")
+    peaks = []
+    for held_bytes in (2**60, -1):
+        monkeypatch.setattr(self_test, "HELD_BYTES", held_bytes)
+        peaks.append(forecast_step(few_tokens, CARDS["h200"], detailed=False).peak_bytes)
+    assert peaks[1] < 0.95 * peaks[0]
 
 
 def test_flat_clipping_holds_a_gradient_for_each_sample():

@@ -329,6 +329,51 @@ def test_a_large_model_is_verified_with_one_set_of_gradients():
     assert max(peaks) < 2.7  # weights, gradients, and what two layers need besides
 
 
+class MixesGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.9 * g + 0.1 * g.roll(1, 0)
+
+
+class MixedInBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 300), nn.Linear(300, 2)
+
+    def forward(self, x):
+        return self.last(MixesGradients.apply(self.first(x)))
+
+
+def test_gradients_of_a_large_model_are_compared_by_projections(monkeypatch):
+    monkeypatch.setattr(self_test, "HELD_BYTES", -1)
+    kept = []
+    truth_of = SelfTest._truth_of
+    monkeypatch.setattr(SelfTest, "_truth_of", lambda *args: kept.append(truth_of(*args)) or kept[-1])
+    assert_exact(nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 2)), {"x": torch.randn(5, 6)}, losses)
+    assert kept
+    assert all(truth.is_projected for truth in kept)
+    kept.clear()
+    with (
+        FlashEngine(MixedInBackward(), max_grad_norm=1.0) as engine,
+        pytest.raises(UserError, match="not ordinary autograd's"),
+    ):
+        private_step(engine, {"x": torch.randn(5, 6)}, losses)
+    assert {truth.is_projected for truth in kept} == {True, False}  # a difference is looked at in full
+
+
+def test_projections_are_as_large_as_what_they_are_made_of():
+    test = object.__new__(SelfTest)
+    for seed, shape in enumerate([(7,), (300, 40), (3, 2**17)]):
+        test.seed = seed
+        for tensor in (torch.randn(shape), torch.ones(shape)):
+            found = test._projections(tensor).norm() / self_test.PROJECTIONS**0.5
+            assert 0.1 * tensor.norm() < found < 3 * tensor.norm()
+
+
 # -- rounding
 
 
