@@ -48,7 +48,7 @@ from dpscope.flash.torch_side.autocast import no_autocast
 from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.left_graphs import LeftGraphs
-from dpscope.flash.torch_side.shards import is_sharded
+from dpscope.flash.torch_side.shards import lies_here
 from dpscope.random_states import RandomStates, seed_all
 
 # How far two ways to compute an output may be apart, of its largest element.
@@ -151,7 +151,7 @@ class SelfTest(RowNorms):
     def _truth_of(self, gradient: Tensor | None, parameter: nn.Parameter) -> Truth:
         if gradient is None:
             gradient = parameter.new_zeros(())
-        held = self.holds_gradients or is_sharded(gradient) or gradient.shape != parameter.shape
+        held = self.holds_gradients or not lies_here(gradient) or gradient.shape != parameter.shape
         return Truth(_norm(gradient), gradient if held else self._projections(gradient), is_projected=not held)
 
     def _projections(self, tensor: Tensor) -> Tensor:

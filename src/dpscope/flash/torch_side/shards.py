@@ -24,6 +24,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return is_shard_type(type(tensor))
 
 
+def lies_here(tensor: Tensor) -> bool:
+    """Return True if all of the tensor is in this process."""
+    return not is_sharded(tensor)
+
+
 def is_whole_of(tensor: Tensor | None, shard: nn.Parameter) -> bool:
     """Return True if a tensor may be the whole parameter that FSDP2 puts in the place of a shard around forward."""
     return (

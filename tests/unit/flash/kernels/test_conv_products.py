@@ -180,7 +180,7 @@ def test_gradients_of_a_derived_weight_are_never_made(path: str, monkeypatch: py
     model = nn.Sequential(StandardisedConv(3, 8, 3, 2, 1), nn.ReLU(), StandardisedConv(8, 4, 3, 1, 1, gain=True))
     monkeypatch.setattr(Derived, "materialise", None)
     monkeypatch.setattr(layer.Patches, "materialise", None)
-    for clipping in CLIPPING:
+    for clipping in CLIPPING if path == "direct" else CLIPPING[:1]:
         assert_exact(model, {"x": torch.randn(5, 3, 6, 5)}, sine_losses, path=path, clipping=clipping)
 
 
