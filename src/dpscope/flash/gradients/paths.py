@@ -76,6 +76,8 @@ PATCHES_LAUNCHES = 2e-4  # seconds of the host
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
 NORMED_LAUNCH = 2e-5  # seconds that the host gives to a kernel of its own, where Gram norms of all layers share one
+DIRECT_LAUNCHES = 1e-4  # and to eight of them: products for norms alone are made, squared and added up layer by layer
+SHARING = 16  # layers that may read one x, and free it together by keeping their gradients
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,12 @@ def path_costs(product: Product) -> dict[str, PathCost]:
     return {
         RANK1: cost(products + 2.0 * length * grams, total + held + patches + unfolds, held, sums),
         GRAM: cost(products + length**2 * grams, total + again + copies + patches + unfolds, held, sums + in_tiles),
-        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolds, held, gemm + sums),
+        DIRECT: cost(
+            2 * products,
+            total + 2 * wide + again + 2 * unfolds,
+            held,
+            gemm + sums + (0.0 if by_kernel else DIRECT_LAUNCHES),
+        ),
         KEEP: cost(
             products,
             (2 if normed or by_kernel else 3) * stored + unfolds,
@@ -305,7 +312,7 @@ def choose_path(product: Product, room: Room = "freed", forced: str | None = Non
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
     allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
     width = product.p if product.width_freed is None else product.width_freed
-    freed = product.batch * product.length * width * product.itemsize
+    freed = product.batch * product.length * max(width, product.d // SHARING) * product.itemsize
     if room == "more" or (room == "freed" and costs[KEEP].bytes_held <= freed):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.gradients import paths
 from dpscope.flash.gradients.memory_budget import MemoryBudget
-from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, Product, Unfolded
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, SHARING, Decision, PathRules, Product, Unfolded
 from dpscope.flash.gradients.paths import choose_path as choose
 
 SIZES = st.integers(1, 5000)
@@ -63,7 +63,7 @@ def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(
     )
     costs = decision.costs
     if batch > 1 and length > 1:
-        has_room = fits or batch * d * p <= batch * length * (width_freed or p)
+        has_room = fits or batch * d * p <= batch * length * max(width_freed or p, d // SHARING)
         allowed = [DIRECT] + [GRAM] * (rounding < 2.0**-8) + [KEEP] * has_room
         assert decision.path in allowed
         assert costs[decision.path].seconds == min(costs[name].seconds for name in allowed)
@@ -229,3 +229,11 @@ def test_a_convolution_keeps_products_that_are_cheaper_in_tf32():
     )
     assert rounded[KEEP].seconds < exact[KEEP].seconds
     assert all(rounded[path] == exact[path] for path in (GRAM, DIRECT))
+
+
+@pytest.mark.parametrize(("d", "p"), [(4096, 16), (16, 4096)])
+def test_adapters_keep_their_gradients_also_where_layers_share_an_x(d, p):
+    """Products for norms alone would be made layer by layer, in launches that take longer than they do."""
+    product = Product(4, 1024, d, p, itemsize=2, width_freed=p, normed=True)
+    assert choose(product).path == KEEP
+    assert choose(product, "none").path != KEEP
