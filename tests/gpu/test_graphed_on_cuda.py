@@ -1,5 +1,7 @@
 """Graphed steps on a GPU end in the weights of eager ones."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,12 @@ from torch import nn
 import dpscope
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step, pad_batch
+from dpscope.trainers.base import load_trainer
+from dpscope.trainers.modes import find_blocks
+from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.settings import TrainerSettings
+from dpscope.workloads.configs import make_config
+from dpscope.workloads.workload import build_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTH, CLASSES, SIZE = 64, 10, 16
@@ -212,6 +220,22 @@ def test_a_compiled_model_in_the_graph_ends_in_the_weights_of_the_compiled_loop(
     assert step.replays > 8
     assert whole(step)
     assert_same(*models, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("method", ["standard", "flash"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_compiled_blocks_that_are_given_masks_in_captures_alone_are_captured(method, model):
+    """transformers makes a causal mask while a graph is captured, and none in an eager pass."""
+    torch._dynamo.reset()
+    workload = build_workload(make_config(f"hf:{model}-tiny"), batch_size=4, seq_len=16)
+    blocks = find_blocks(module := workload.model().cuda())
+    for block in blocks:
+        block.compile()
+    trainer = load_trainer(resolve_method(method))(module, workload.loss, TrainerSettings(cuda_graph=True))
+    batch = workload.batch(0, torch.device("cuda"))
+    losses = [trainer.train_step(batch) for _ in range(6)]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] != losses[0]
 
 
 def test_a_model_compiled_with_graphs_of_its_own_is_refused_by_name():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
-from dpscope.flash.torch_side.captures import record
+from dpscope.flash.torch_side.captures import as_captured, record
 from dpscope.flash.torch_side.torch_version import require_for_shards
 from dpscope.packages import install_command
 from dpscope.vocabulary.settings import TrainerSettings
@@ -301,7 +301,8 @@ class OrdinaryGraph:
         if key not in self._graphs:
             if self._eager_steps < EAGER_STEPS:
                 self._eager_steps += 1
-                return self._take_step(*batches)
+                with as_captured():
+                    return self._take_step(*batches)
             self._graphs[key] = self._capture(list(batches))
         static, replay, loss = self._graphs[key]
         for kept, given in zip(tensors_in(static), tensors_in(list(batches)), strict=True):
@@ -314,7 +315,8 @@ class OrdinaryGraph:
         self._optimizer.zero_grad(set_to_none=True)
         forget_peak(tensors_in(static)[0].device)
         try:
-            replay, loss = record(lambda: self._take_step(*static))
+            with as_captured():
+                replay, loss = record(lambda: self._take_step(*static))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -35,7 +36,7 @@ from dpscope.flash.padding.rows import Rows, mark_batch, rows_in, without_marks
 from dpscope.flash.sample_rows.verification import NotVerified
 from dpscope.flash.step.microbatch import StaticInputs
 from dpscope.flash.torch_side.arguments import leaves_in, replace_leaves, rows_of, sizes_of, tensors_in
-from dpscope.flash.torch_side.captures import OwnCapture, capturing, has_graphs, record
+from dpscope.flash.torch_side.captures import OwnCapture, as_captured, capturing, has_graphs, record
 from dpscope.random_states import RandomStates, cuda_devices, random_states_kept
 
 CONTENTS = (
@@ -178,8 +179,9 @@ class CapturedStep:
 
     def _run(self, loss: Loss, rows: Rows | None) -> Tensor:
         args, kwargs = self._call if rows is None else mark_batch(self._call, rows)
-        found = loss(*args, **kwargs)
-        found.backward()  # type: ignore[no-untyped-call]
+        with as_captured():
+            found = loss(*args, **kwargs)
+            found.backward()  # type: ignore[no-untyped-call]
         if self.update is None:
             self.engine.accumulate()
         else:
@@ -346,8 +348,9 @@ class GraphedStep:
     def _eagerly(self, call: tuple[Any, Any]) -> Tensor:
         args, kwargs = call
         try:
-            found = self.loss(*args, **kwargs)
-            found.backward()  # type: ignore[no-untyped-call]
+            with as_captured() if has_graphs(device_of(self.engine)) else nullcontext():
+                found = self.loss(*args, **kwargs)
+                found.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self.engine.state.drop()  # a call that is tried again begins anew
             raise

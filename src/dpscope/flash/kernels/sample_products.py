@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import capability, device_index, has_triton, rows_are_aligned
 from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.captures import is_captured
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import GEMM, Launch, allocates, announce
 
@@ -144,7 +145,7 @@ def _is_right(device: torch.device, tiles: ProductTiles) -> bool:
         return True
     key = (device, tiles)
     if key not in _checked:
-        if torch.cuda.is_current_stream_capturing():
+        if is_captured():
             return False
         with _checking:  # backward has a thread a device
             if key not in _checked and not _faults:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -105,6 +106,27 @@ def capturing(capture: OwnCapture) -> Iterator[None]:
         _own.remove(capture)
 
 
+def _yes() -> bool:
+    return True
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Let models see a capture, as torch tells of one, in eager passes and in captures alike.
+
+    transformers, say, makes masks in a capture that it leaves out elsewhere. So what is verified, and what
+    torch.compile compiles, is what a graph records.
+    """
+    with patch.object(torch.cuda, "is_current_stream_capturing", _yes):
+        yield
+
+
+def is_captured() -> bool:
+    """Return whether the current stream is captured, whatever `as_captured` lets others see."""
+    says: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+    return bool(_own) if says is _yes else says()
+
+
 def refuse_capture() -> None:
     """Raise UserError while the current stream is captured by hand (torch.cuda.graph, make_graphed_callables).
 
@@ -113,7 +135,7 @@ def refuse_capture() -> None:
     """
     if _own:
         return
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized() and is_captured():  # type: ignore[no-untyped-call]
         raise UserError(
             "private training is being captured in a CUDA graph by hand: each replay would add the same noise, and no "
             "step would be accounted for; use dpscope.flash.make_graphed_step, which captures a private step"

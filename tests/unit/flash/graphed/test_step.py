@@ -9,6 +9,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, make_graphed_step, pad_batch
+from dpscope.flash.torch_side.captures import is_captured
 from tests.unit.flash.graphed.loops import (
     CLASSES,
     STEPS,
@@ -184,3 +185,45 @@ def test_on_a_cpu_it_is_the_ordinary_step():
     step, _ = trained_by_graph(by_graph, private(by_graph), list(batches()))
     assert_same(by_loop, by_graph)
     assert not step.replays
+
+
+class MixesInCaptures(nn.Module):
+    """As models of transformers do that make masks in a capture only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            x = x - x.mean(0)
+        return self.network(x)
+
+
+@pytest.fixture
+def not_captured(monkeypatch):
+    """What torch says where it has been built for GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_what_a_model_does_in_captures_alone_is_verified(host_graphs, not_captured):
+    model = MixesInCaptures()
+    step = make_graphed_step(loss_of(model), private(model))
+    with pytest.raises(UserError, match="samples"):
+        step(*next(batches(1)))
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_the_loss_sees_a_capture_in_every_pass(host_graphs, not_captured):
+    model, seen = network(), []
+
+    def loss(x, y):
+        seen.append(torch.cuda.is_current_stream_capturing())
+        return loss_of(model)(x, y)
+
+    step = make_graphed_step(loss, private(model))
+    for x, y in batches(4):
+        step(x, y)
+    assert host_graphs.captures == 1
+    assert all(seen)
+    assert not is_captured()
