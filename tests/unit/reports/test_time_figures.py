@@ -1,4 +1,4 @@
-"""Time against memory, as a figure: points with their spread, ratios, and names that stand beside them."""
+"""Time against memory, as a figure: points with their spread, ratios, and names in a legend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.container import ErrorbarContainer
 
 from dpscope.reports.report import compare_results
 from dpscope.reports.time_charts import draw_tradeoff
-from tests.unit.reports.figure_words import extent, written
+from tests.unit.reports.figure_words import written
 
 MIB = 2**20
 
@@ -77,24 +77,7 @@ def test_no_axis_goes_below_zero_where_nothing_can_be(make_result):
         assert ax.get_xlim()[0] >= 0 and ax.get_ylim()[0] >= 0
 
 
-def test_a_far_label_has_a_line_from_its_marker_to_itself(make_result):
-    """Six methods at one point: not all of their names can stand beside it."""
-    first = make_result(peak=1000 * MIB)
-    same = [replace(first, experiment=f"a_method_at_the_same_point_{n}") for n in range(5)]
-    figure = draw_tradeoff(compare_results([first, *same]))
-    ax = figure.axes[0]
-    figure.draw_without_rendering()
-    marker = ax.transData.transform((10.0, 1000))
-    lines = [text for text in ax.texts if text.get_text() == "" and text.arrow_patch is not None]
-    labels = [extent(text) for text in ax.texts if text.get_text()]
-    assert lines
-    for line in lines:
-        start, end = _ends(line)
-        assert abs(start - marker).max() < 20
-        assert any(box.padded(8).contains(*end) for box in labels)
-
-
-def _ends(annotation):
-    path = annotation.arrow_patch.get_path().vertices
-    transform = annotation.arrow_patch.get_transform()
-    return transform.transform(path[0]), transform.transform(path[-1])
+def test_a_row_without_ratios_is_named_as_well(make_result):
+    results = [make_result(), make_result(method="flat"), make_result(method="flash", batch_size=4)]
+    legend = draw_tradeoff(compare_results(results)).legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["standard 1.00×, 1.00×", "flat 1.00×, 1.00×", "flash"]

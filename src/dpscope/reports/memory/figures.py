@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports import drawing
-from dpscope.reports.drawing import BarPanel, box_of, byte_unit, draw_bars, filled, in_figure, not_drawn
+from dpscope.reports.drawing import BarPanel, byte_unit, draw_bars, filled, not_drawn
 from dpscope.reports.looks import colour_of, is_dark, phase_colour, shorten
 from dpscope.reports.memory import text
 from dpscope.reports.memory.text import TRIFLE, composition_of, present, signed, timeline_of
@@ -220,11 +220,11 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
     return lines
 
 
-HEADROOM = 1.32  # of the highest peak: where peaks are labelled
-PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
-TITLE_PAD = 17.0  # points from a panel to the method's name: the phases' names fit below it
+HEADROOM = 1.32  # of the highest peak: where peaks are written
+PANEL = 1.6  # inches
+STRIP = 1.01, 1.06  # of a panel's height: the phases
+TITLE_PAD = 9.0  # points from a panel to the method's name
 LONGEST_TITLE, LONGEST_MAKER = 60, 64  # characters, over the whole width
-GAP = 3.0  # points between two names of phases
 EVENTS = "allocations and frees within the step, in order"
 STAGES = "stages of the run (total only)"
 MANY_PANELS = 4  # beyond that they stand in two columns
@@ -285,9 +285,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
         return None
     timelines = [timeline for _, timeline, _ in drawn if timeline]
     columns = 1 if len(drawn) <= MANY_PANELS else 2
-    figure, axes = drawing.new_panels(
-        len(drawn), columns, 1.3, [PANEL + STRIP] * -(-len(drawn) // columns), sharey=True
-    )
+    figure, axes = drawing.new_panels(len(drawn), columns, 1.3, [PANEL] * -(-len(drawn) // columns), sharey=True)
     heading = "Memory over one training step" if timelines else "Memory at the stages of a run"
     missing = [(row, row.why_none("no timeline was measured")) for row, *known in found if not any(known)]
     drawing.set_title(figure, heading, drawing.describe(rows), *not_drawn(missing))
@@ -299,6 +297,8 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
         ax.set_title(above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
         if timeline:
             _draw_components(ax, timeline, unit)
+            _draw_phases(ax, timeline.phases)
+            _mark_peak(ax, row, timeline, (unit, name), LONGEST_MAKER // columns)
         else:
             # What older files have: the total at named stages of the run.
             places, names = range(len(stages)), [shorten(name, 22) for name in stages]
@@ -313,12 +313,10 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
         keys = present(timeline.highest for timeline in timelines)
-        drawing.patch_legend(figure, {component_named(key).marked(): _fill_of(key) for key in keys}, 4)
+        phases = dict.fromkeys(phase.name for timeline in timelines for phase in timeline.phases)
+        strips = {f"phase: {phase}": filled(phase_colour(phase)) for phase in phases}
+        drawing.patch_legend(figure, {component_named(key).marked(): _fill_of(key) for key in keys} | strips, 4)
     drawing.settle(figure)
-    for (row, timeline, _), ax in zip(drawn, axes, strict=True):
-        if timeline:
-            _name_phases(ax, timeline.phases)
-            _mark_peak(ax, row, timeline, (unit, name), LONGEST_MAKER // columns)
     return figure
 
 
@@ -336,67 +334,26 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
             ax.fill_between(events, floor, top, step="post", label=key, **{**_fill_of(key), "linewidth": 0.0})
         floor = top
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
-    for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
-        ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
 
 
-def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
-    """Name the longest phases in a strip above the panel, moved aside with a line if a phase is short."""
-    from matplotlib.lines import Line2D
-
-    scale, in_page, (left, _, right, top) = ax.figure.dpi / 72, ax.figure.transFigure, box_of(ax)
-    room, named = right - left, []
-    for phase in sorted(phases, key=lambda phase: phase.start - phase.end):
-        text = ax.text(0, 0, phase.name, fontsize=drawing.SMALL, ha="center", va="bottom", gid="phase")
-        width = text.get_window_extent().width
-        room -= width + GAP * scale
-        if room < 0:
-            text.remove()
-        else:
-            named.append((ax.transData.transform(((phase.start + phase.end) / 2, 0))[0], width, text))
-    named.sort(key=lambda each: each[0])
-    places = spread([centre for centre, *_ in named], [width for _, width, _ in named], left, right, GAP * scale)
-    for (centre, _, text), place in zip(named, places, strict=True):
-        start, end = (in_figure(ax, at) for at in ((centre, top), (place, top + 5 * scale)))
-        text.set(transform=in_page, position=end)
-        line = Line2D(*zip(start, end, strict=True), color="0.35", linewidth=0.5, transform=in_page, clip_on=False)
-        ax.figure.add_artist(line)
-
-
-def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Shift centres from left to right so that widths neither overlap nor leave the range.
-
-    Takes centres in ascending order; the widths and gaps together have to fit between `low` and `high`.
-    """
-    placed: list[float] = []
-    edge = low - gap
-    for centre, width in zip(centres, widths, strict=True):
-        placed.append(max(centre, edge + gap + width / 2))
-        edge = placed[-1] + width / 2
-    edge = high + gap
-    for place in reversed(range(len(placed))):
-        placed[place] = min(placed[place], edge - gap - widths[place] / 2)
-        edge = placed[place] - widths[place] / 2
-    return placed
+def _draw_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
+    """Draw each phase as a strip above the panel, in its colour, between lines where it begins and ends."""
+    for phase in phases:
+        ax.axvspan(phase.start, phase.end, *STRIP, clip_on=False, gid="phase", **filled(phase_colour(phase.name)))
+        for edge in (phase.start, phase.end):
+            ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
 
 
 def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], longest: int) -> None:
     """Mark the peak and, in the headroom above, write its value and what made it."""
-    from matplotlib.text import Text
-
     event, total = timeline.events[timeline.peak], timeline.totals[timeline.peak] / unit[0]
     composition = composition_of(row)
     made = f" in {shorten(composition.maker, longest)}" if composition and composition.maker else ""
     ax.plot(event, total, marker="v", markersize=4, color="black", clip_on=False, zorder=5)
-    line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+    words = f"peak {three_digits(total)} {unit[1]}{made}"
     box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-    look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": drawing.SMALL, "gid": "peak", "arrowprops": line}
-    words, above = f"peak {three_digits(total)} {unit[1]}{made}", 0.97 * ax.get_ylim()[1]
-    text = ax.annotate(words, (event, total), (event, above), bbox=box, **look)
-    width = Text.get_window_extent(text).width  # of the words alone, without the line to the peak
-    left, _, right, _ = box_of(ax)
-    (centre,) = spread([ax.transData.transform((event, 0))[0]], [width], left, right, 0.0)
-    text.set_x(ax.transData.inverted().transform((centre, 0))[0])
+    look: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": drawing.SMALL, "gid": "peak", "bbox": box}
+    ax.text(0.995, 0.97, words, transform=ax.transAxes, **look)
 
 
 MEMORY_FIGURES = (

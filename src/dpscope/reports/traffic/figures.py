@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports import drawing
@@ -172,7 +171,7 @@ def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str
     points = [point for view in views for point in view.data["points"]]
     notes = ["Whole steps, over their unprofiled time"]
     if any(point["kernel"] for point in points):
-        notes.append("small: the kernels that move most, over their own time")
+        notes.append("small and numbered: the kernels that move most, over their own time")
     if any(point["hollow"] for point in points):
         bytes_too = any(traffic.estimated for traffic in traffics)
         notes.append(f"hollow: {'bytes and operations' if bytes_too else 'operations'} are an estimate")
@@ -199,9 +198,8 @@ def _roofline_says(group: Sequence[data.Traffic]) -> str:
 
 PANELS_ACROSS = 2
 STEP_MARKER, KERNEL_MARKER = 6.5, 3.0  # points
-NAMED_KERNELS = 4  # of each panel
-LONGEST_POINT, LONGEST_KERNEL = 24, 18  # characters
-SLOPE_BOXES = 32  # small enough that little beside the line is kept free
+NAMED_KERNELS = 4
+LONGEST_POINT = 24  # characters
 SPAN = 100.0  # the least that an axis spans
 ROOM = 3.0  # an axis goes this factor beyond its points
 
@@ -258,32 +256,35 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
         return None
     views = [view.data for view in chart.views]
     columns = min(PANELS_ACROSS, len(views))
-    figure, axes = drawing.new_panels(len(views), columns, 0.55, [2.9] * -(-len(views) // columns))
     every = [point for view in views for point in view["points"]]
-    for ax, view, of in zip(axes, views, chart.views, strict=True):
+    kernels = list(dict.fromkeys(point["name"] for point in every if point["kernel"]))[:NAMED_KERNELS]
+    points = [_points(view["points"], kernels) for view in views]
+    figure, axes = drawing.new_panels(len(views), columns, 0.8, [2.9] * -(-len(views) // columns))
+    for ax, view, own, of in zip(axes, views, points, chart.views, strict=True):
         ax.set_title(of.size if len(views) > 1 else "", loc="left", fontweight="bold")
         _set_axes(ax, view["roofs"], every)
-        drawing.draw_points(ax, _points(view["points"]))
+        drawing.draw_points(ax, own)
     steps = [point["estimated"] for point in every if not point["kernel"]]
     note = chart.how.partition(".")[0]  # what the markers mean
     drawing.set_title(figure, *_heading("Roofline of one training step", rows, steps, note))
+    drawing.name_points(figure, [point for own in points for point in own], columns=4)
     drawing.settle(figure)
     for ax, view in zip(axes, views, strict=True):
-        drawing.name_points(ax, _points(view["points"]), _draw_roofs(ax, view["roofs"]))
+        _draw_roofs(ax, view["roofs"])
     return figure
 
 
-def _points(drawn: Sequence[dict[str, Any]]) -> list[drawing.Point]:
-    """Name every step and the largest kernels, each name once."""
-    points, kernels = [], set[str]()
+def _points(drawn: Sequence[dict[str, Any]], named: Sequence[str]) -> list[drawing.Point]:
+    """Return the points with their names; a kernel that has a name is drawn as its number."""
+    points = []
     for each in drawn:
-        label = shorten(each["name"], LONGEST_POINT) + (" (estimate)" if each["estimated"] else "")
-        if each["kernel"]:
-            name = shorten(each["name"], LONGEST_KERNEL)
-            label = name if name not in kernels and len(kernels) < NAMED_KERNELS else ""
-            kernels.add(name)
-        look = {name: each[name] for name in ("x", "y", "colour", "marker", "hollow")}
-        points.append(drawing.Point(label=label, size=KERNEL_MARKER if each["kernel"] else STEP_MARKER, **look))
+        look = {key: each[key] for key in ("x", "y", "colour", "marker", "hollow")}
+        label, size = shorten(each["name"], LONGEST_POINT) + (" (estimate)" if each["estimated"] else ""), STEP_MARKER
+        if each["name"] in named:
+            label, look["marker"] = shorten(each["name"], LONGEST_POINT), f"${named.index(each['name']) + 1}$"
+        elif each["kernel"]:
+            label, size = "", KERNEL_MARKER
+        points.append(drawing.Point(label=label, size=size, **look))
     return points
 
 
@@ -307,39 +308,32 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return low / widen, high * widen
 
 
-def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> list[drawing.Box]:
-    """Draw the measured ceilings with their values; return the places they take, in pixels."""
+def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> None:
+    """Draw the measured ceilings with their values."""
     bandwidth = roofs["bytes_per_second"]
     (left, right), (low, _) = ax.get_xlim(), ax.get_ylim()
     highest = max(roofs["levels"].values(), default=None)
-    taken: list[drawing.Box] = []
     for name, rate in roofs["levels"].items():
         start = max(left, rate / bandwidth) if bandwidth else left
-        taken += _draw_line(ax, (start, rate), (right, rate), "-" if rate == highest else "--")
-        taken.append(_write(ax, f"{name} {format_rate(rate, 'FLOP')}", (right, rate), (-2, 2), ha="right"))
+        _draw_line(ax, (start, rate), (right, rate), "-" if rate == highest else "--")
+        _write(ax, f"{name} {format_rate(rate, 'FLOP')}", (right, rate), (-2, 2), ha="right")
     if bandwidth:
         end = min(right, highest / bandwidth) if highest else right
-        taken += _draw_line(ax, (left, bandwidth * left), (end, bandwidth * end), "-")
+        _draw_line(ax, (left, bandwidth * left), (end, bandwidth * end), "-")
         start = max(left, low / bandwidth) * 1.15  # where the line enters the panel
         (x0, y0), (x1, y1) = ax.transData.transform([(start, bandwidth * start), (end, bandwidth * end)])
         along: dict[str, Any] = {"rotation": math.degrees(math.atan2(y1 - y0, x1 - x0)), "rotation_mode": "anchor"}
-        taken.append(_write(ax, f"DRAM {format_rate(bandwidth)}", (start, bandwidth * start), (0, 2), **along))
-    return taken
+        _write(ax, f"DRAM {format_rate(bandwidth)}", (start, bandwidth * start), (0, 2), **along)
 
 
-def _draw_line(ax: Axes, start: drawing.Pixel, end: drawing.Pixel, style: str) -> list[drawing.Box]:
-    """Draw a straight line; return the boxes that labels keep away from."""
+def _draw_line(ax: Axes, start: tuple[float, float], end: tuple[float, float], style: str) -> None:
     line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
     ax.plot(*zip(start, end, strict=True), linestyle=style, **line)
-    (x0, y0), (x1, y1) = ax.transData.transform([start, end])
-    pieces = 1 if y0 == y1 else SLOPE_BOXES
-    ends = [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(pieces + 1)]
-    return [(a - 2, min(low, high) - 2, b + 2, max(low, high) + 2) for (a, low), (b, high) in pairwise(ends)]
 
 
-def _write(ax: Axes, text: str, point: drawing.Pixel, offset: drawing.Pixel, **style: Any) -> drawing.Box:
+def _write(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     look: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "fontsize": drawing.SMALL, "color": "0.25"}
-    return drawing.box_of(ax.annotate(text, point, offset, **look, **style))
+    ax.annotate(text, point, offset, **look, **style)
 
 
 _of_all_sizes = partial(figure_output, instrument="ncu", sizes_apart=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 
 from dpscope.reports.looks import METHOD_COLOURS
 from dpscope.reports.report import compare_results
 from dpscope.reports.traffic.figures import ROOFLINE, TRAFFIC_BYTES, draw_roofline, draw_traffic_bytes
+from tests.unit.reports.figure_words import overlapping
 from tests.unit.reports.traffic_results import kernel_rows, results_for, traffic_of
 from tests.unit.reports.writing import write
 
@@ -101,20 +101,16 @@ def test_estimates_among_measurements_are_told_apart():
 def test_the_kernels_that_move_most_are_there_with_names():
     figure = roofline(per_kernel=True)
     assert any(text.startswith("nvjet") for text in texts(figure))
-    assert len(points(figure.axes[0])) > 1
-    assert "small: the kernels that move most" in figure.get_suptitle()
+    assert "small and numbered: the kernels that move most" in figure.get_suptitle()
+    legend = {handle.get_label(): handle.get_marker() for handle in figure.legends[0].legend_handles}
+    numbers = [marker for marker in legend.values() if marker.startswith("$")]
+    assert numbers == [f"${number + 1}$" for number in range(len(numbers))] != []
+    assert set(numbers) <= {line.get_marker() for line in figure.axes[0].get_lines()}
 
 
 @pytest.mark.parametrize("options", [{}, {"per_kernel": True}, {"measured": False}])
-def test_labels_of_points_do_not_cover_one_another(options):
-    figure = roofline(**options)
-    figure.draw_without_rendering()
-    ax = figure.axes[0]
-    boxes = [text.get_window_extent() for text in ax.texts if text.get_text()]
-    assert len(boxes) >= 7
-    for one, other in itertools.combinations(boxes, 2):
-        shared = type(one).intersection(one, other)
-        assert shared is None or shared.width * shared.height < 1
+def test_no_two_words_cover_each_other(options):
+    assert overlapping(roofline(**options)) == []
 
 
 def test_a_bar_is_as_long_as_what_was_read_and_written():
