@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dpscope.plain_text import bare_table, render_plain
+from dpscope.reports.page.render import render_template
 from dpscope.units import MISSING, format_bytes, format_duration, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.components import UNATTRIBUTED
 
 PlanPart = Mapping[str, Any]
 
+WIDEST = 500  # characters: no cell is cut
 HEADINGS = (
     "method",
     "batch × passes",
@@ -29,7 +31,10 @@ HEADINGS = (
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
     """Return everything a person reads of a plan, as plain text."""
-    parts = ["\n".join(verdict(plan)), _table([HEADINGS, *map(_cells, plan["methods"])])]
+    table = bare_table(*HEADINGS)
+    for row in plan["methods"]:
+        table.add_row(*_cells(row))
+    parts = ["\n".join(verdict(plan)), render_plain(table, WIDEST).rstrip()]
     parts += [_components(row) for row in plan["methods"] if row["batch_size"]][-1:]
     if plan["effects"]:
         parts.append("\n".join(["What would change most:", *_effects(plan)]))
@@ -113,13 +118,6 @@ def _cells(row: PlanPart) -> tuple[str, ...]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def _components(row: PlanPart) -> str:
     parts = {name: size for name, size in row["step"]["components"].items() if size}
     lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
@@ -173,37 +171,13 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def plan_page(plan: Mapping[str, Any]) -> str:
     """Return the same as one HTML file that needs no network."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    table = "\n".join([row(HEADINGS, "th"), *(row(_cells(each), "td") for each in plan["methods"])])
-    lines = "".join(f"<p>{escape(line.strip())}</p>" for line in verdict(plan))
-    effects = "".join(f"<li>{escape(each.strip())}</li>" for each in _effects(plan))
-    effects = f"<h2>What would change most</h2>\n<ul>{effects}</ul>" if effects else ""
-    details = "".join(f"<pre>{escape(_components(each))}</pre>" for each in plan["methods"] if each["batch_size"])
-    said = "".join(f"<p>{escape(line)}</p>" for line in notes(plan))
-    title = escape(f"Plan: {plan['workload']} on {plan['card']['title']}")
-    return _PAGE.format(title=title, verdict=lines, table=table, details=details, effects=effects, notes=said)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
-div {{ overflow-x: auto }}
-table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; white-space: nowrap; padding: .35rem .6rem; border-bottom: 1px solid #8886 }}
-td {{ font-variant-numeric: tabular-nums }}
-pre {{ background: #8881; padding: .8rem; white-space: pre-wrap }}
-</style>
-<h1>{title}</h1>
-{verdict}
-<div><table>{table}</table></div>
-{details}
-{effects}
-{notes}
-</html>
-"""
+    return render_template(
+        "plan.html.jinja",
+        title=f"Plan: {plan['workload']} on {plan['card']['title']}",
+        verdict=verdict(plan),
+        headings=HEADINGS,
+        rows=map(_cells, plan["methods"]),
+        details=[_components(each) for each in plan["methods"] if each["batch_size"]],
+        effects=list(_effects(plan)),
+        notes=notes(plan),
+    )
