@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +69,6 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.by_family: dict[str, list[float]] = defaultdict(
             lambda: [0.0, 0.0, 0.0, 0.0]
         )  # flops, bytes, calls, seconds
-        self._phases: list[str] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}  # what `_add` takes, of calls that look alike
 
     @classmethod
@@ -78,16 +77,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with phases.listening(self._in_phase), phases.hearing(self._launched), self:
+        with phases.listening(nullcontext), phases.hearing(self._launched), self:
             yield
-
-    @contextmanager
-    def _in_phase(self, name: str) -> Iterator[None]:
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._phases.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_shard_type, types)):
@@ -98,7 +89,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         key = key_of(func, args, kwargs)
         storages = [each.untyped_storage()._cdata for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        key = None if key is None or len(set(storages)) < len(storages) else (key, self._phase)
+        key = None if key is None or len(set(storages)) < len(storages) else (key, phases.innermost())
         call = self._calls.get(key) if key is not None else None
         if call is None:
             call = self._look_at(func, args, kwargs, out)
@@ -108,17 +99,13 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(*call)
         return out
 
-    @property
-    def _phase(self) -> str | None:
-        return self._phases[-1] if self._phases else None
-
     def _look_at(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
         """Return the arguments of `_add` for a call; nothing if the call moves no bytes."""
         moved = moved_by(func, args, kwargs, out, "cuda")
         if not any(moved):
             return ()
         tensors = [each for each in args if isinstance(each, Tensor)]
-        family = operator_family(operator_name(func), [each.shape for each in tensors], self._phase)
+        family = operator_family(operator_name(func), [each.shape for each in tensors], phases.innermost())
         if family == GEMM:
             convolves = "convolution" in operator_name(func)
             family = CONVOLUTION if convolves else UNALIGNED if _is_unaligned(tensors) else GEMM

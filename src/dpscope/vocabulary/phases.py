@@ -10,7 +10,7 @@ instruments sort names into them, reports show them in this order. Nothing here 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import CodeType
@@ -38,6 +38,7 @@ OPTIMIZER_CREATED = "optimizer_created"
 PhaseListener = Callable[[str], AbstractContextManager[object]]
 
 _listeners: list[PhaseListener] = []
+_entered: list[str] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,6 +51,11 @@ def phase(name: str) -> AbstractContextManager[object]:
     return _announced(name)
 
 
+def innermost() -> str | None:
+    """Return the phase that runs now; None between phases, and without a listener."""
+    return _entered[-1] if _entered else None
+
+
 def moment(name: str) -> None:
     """Mark a phase of no length."""
     with phase(name):
@@ -58,16 +64,14 @@ def moment(name: str) -> None:
 
 @contextmanager
 def _announced(name: str) -> Iterator[None]:
-    entered = []
-    try:
+    with ExitStack() as stack:
         for listener in list(_listeners):
             context = listener(name)
             context.__enter__()
-            entered.append(context)
+            stack.callback(context.__exit__, None, None, None)  # as if there were no error
+        _entered.append(name)
+        stack.callback(_entered.pop)
         yield
-    finally:
-        for context in reversed(entered):
-            context.__exit__(None, None, None)
 
 
 @contextmanager
