@@ -148,11 +148,11 @@ class Sums:
         return sorted(found, key=lambda row: -row[by])
 
 
-def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: Sequence[str] = ()) -> list[Any]:
-    """Return the first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
+def shorten_rows(rows: list[Any], keys: Sequence[str], most: int) -> list[Any]:
+    """Return the first `most` rows, and the rest added up as one."""
     if len(rows) <= most + 1:
         return rows
     rest = rows[most:]
     merged: FigureRow = dict.fromkeys(keys, "") | {keys[0]: f"({len(rest)} others)"}
-    figures = [name for name, value in rest[0].items() if isinstance(value, int | float) and name not in leave_out]
+    figures = [name for name, value in rest[0].items() if isinstance(value, int | float)]
     return [*rows[:most], merged | {name: sum(row[name] for row in rest) for name in figures}]

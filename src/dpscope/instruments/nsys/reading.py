@@ -73,8 +73,6 @@ class CapturedTimeline:
     activities: list[Activity]  # by start
     calls: list[Call]
     ranges: list[Range]  # by start, an outer one before an inner one
-    os_calls: list[Call]  # of the operating system's libraries, where they were traced
-    gpu: str | None
 
 
 def read_timeline(path: Path) -> CapturedTimeline:
@@ -118,13 +116,10 @@ def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
             "another profiler is attached, and whether this nsys is as new as the driver"
         )
     ranges = list(rows("NVTX_EVENTS", _RANGES, Range))
-    by_start = attrgetter("start")
     return CapturedTimeline(
         activities=sorted(activities, key=attrgetter("start", "end")),
-        calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _calls("CUPTI_ACTIVITY_KIND_RUNTIME"), _call), key=by_start),
+        calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _CALLS, _call), key=attrgetter("start")),
         ranges=sorted(ranges, key=lambda r: (r.start, -r.end)),
-        os_calls=sorted(rows("OSRT_API", _calls("OSRT_API", "NULL"), _call), key=by_start),
-        gpu=next(rows("TARGET_INFO_GPU", "SELECT name FROM TARGET_INFO_GPU ORDER BY id", str), None),
     )
 
 
@@ -137,6 +132,10 @@ _KERNELS = f"""
 _MEMSETS = f"""
     SELECT '{MEMSET}', 'memset', start, end, deviceId, globalPid, correlationId, bytes, streamId, 0
     FROM CUPTI_ACTIVITY_KIND_MEMSET
+"""
+_CALLS = """
+    SELECT COALESCE(s.value, '?'), c.start, c.end, c.globalTid, c.correlationId
+    FROM CUPTI_ACTIVITY_KIND_RUNTIME AS c LEFT JOIN StringIds AS s ON s.id = c.nameId
 """
 _RANGES = """
     SELECT COALESCE(r.text, s.value, '?'), r.start, r.end, r.globalTid
@@ -155,13 +154,6 @@ def _copies(tables: set[str], columns: set[str]) -> str:
         SELECT '{MEMCPY}', {kind}, c.start, c.end, c.deviceId, c.globalPid, c.correlationId, c.bytes, c.streamId,
                {pageable}
         FROM CUPTI_ACTIVITY_KIND_MEMCPY AS c {join}
-    """
-
-
-def _calls(table: str, correlation: str = "c.correlationId") -> str:
-    return f"""
-        SELECT COALESCE(s.value, '?'), c.start, c.end, c.globalTid, {correlation}
-        FROM {table} AS c LEFT JOIN StringIds AS s ON s.id = c.nameId
     """
 
 

@@ -40,7 +40,6 @@ def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
     of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, MEMCPY, MEMSET)}
     waits = [a.start - launches[a.call].start for a in of_kind[KERNEL] if a.call in launches]
     return {
-        "gpu_name": timeline.gpu,
         "steps": steps or None,
         "phases": _by_phase(timeline.activities, phases, ranges, gaps, average) if ranges else [],
         "gpu": _busy(timeline.activities, gaps, average, waits),
@@ -50,7 +49,6 @@ def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
         "copies": average.by_name(of_kind[MEMCPY]),
         "memsets": average.total(of_kind[MEMSET]),
         "api": average.by_name(timeline.calls),
-        "os_calls": average.by_name(timeline.os_calls),
     }
 
 

@@ -221,20 +221,16 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
 
 
 def _kernels(views: Sequence[StepView]) -> tuple[list[payload.Kernel], list[payload.Family]]:
-    """Return time and occupancy of each kernel, and time of each family, copies and fills included."""
-    sums, families = Sums("count", "ms", "occupied", steps=len(views)), Sums("count", "ms", steps=len(views))
+    """Return the time of each kernel, and of each family, copies and fills included."""
+    sums, families = (Sums("count", "ms", steps=len(views)) for _ in range(2))
     for view in views:
         for work in view.device_work:
             family, ms = kernel_family(work.name, view.phase_of(work)), _ms(work.duration)
             families.add(family, 1, ms)
             if work.category == "kernel":
-                occupancy = work.args.get("est. achieved occupancy %", 0)
-                sums.add((short_kernel_name(work.name), family), 1, ms, ms * float(occupancy or 0))
-    rows = sums.rows("ms", "kernel", "family")
-    for row in rows:
-        row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
-    shown = shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
-    return shown, families.rows("ms", "family")
+                sums.add((short_kernel_name(work.name), family), 1, ms)
+    keys = ("kernel", "family")
+    return shorten_rows(sums.rows("ms", *keys), keys, LISTED_NAMES), families.rows("ms", "family")
 
 
 def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
@@ -279,20 +275,18 @@ def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:
 
 
 def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
-    """Return the bytes that operators allocated less what they freed, and allocated memory over time."""
+    """Return the bytes that operators allocated, and allocated memory over time."""
     keys = ("operator", "device")
-    sums = Sums("allocations", "allocated_bytes", "net_bytes", steps=steps)
-    highest: dict[str, float] = {}
+    sums = Sums("allocations", "allocated_bytes", steps=steps)
+    devices: dict[str, None] = {}
     for trace in traces:
         for event in trace.memory:
-            size = event["bytes"]
             key = (event["operator"] or "(no operator)", event["device"])
-            sums.add(key, float(size > 0), max(size, 0), size)
-            highest[event["device"]] = max(highest.get(event["device"], 0), event["total_bytes"])
+            sums.add(key, event["bytes"] > 0, max(event["bytes"], 0))
+            devices[event["device"]] = None
     return {
         "operators": shorten_rows(sums.rows("allocated_bytes", *keys), keys, LISTED_NAMES),
-        "highest_total_bytes": highest,
-        "over_time": {device: _over_time(traces[0], device) for device in highest},
+        "over_time": {device: _over_time(traces[0], device) for device in devices},
     }
 
 

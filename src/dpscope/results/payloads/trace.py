@@ -28,7 +28,6 @@ class Kernel(TypedDict):
     family: str
     count: float
     ms: float
-    occupancy_percent: NotRequired[float]  # not of those that are summed up
 
 
 class Family(TypedDict):
@@ -86,12 +85,10 @@ class Allocations(TypedDict):
     device: str
     allocations: float
     allocated_bytes: float
-    net_bytes: float
 
 
 class TracedMemory(TypedDict):
     operators: list[Allocations]
-    highest_total_bytes: dict[str, float]  # by device
     over_time: dict[str, list[tuple[float, int]]]  # by device: milliseconds, bytes
 
 
@@ -208,7 +205,6 @@ class NsysPayload(TypedDict):
     nsys_version: NotRequired[str]
     command: NotRequired[list[str]]
     foreign_variables: NotRequired[list[str]]  # of other processes, which nsys wrote into its report
-    gpu_name: str | None
     steps: int | None  # None: no range says what a step is, and figures are of the whole capture
     phases: list[CapturedPhase]
     gpu: CapturedGpu
@@ -218,4 +214,3 @@ class NsysPayload(TypedDict):
     copies: list[Named]
     memsets: Total
     api: list[Named]
-    os_calls: list[Named]

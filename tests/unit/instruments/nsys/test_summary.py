@@ -66,7 +66,6 @@ def test_the_real_captures_gpu_was_busy_as_long_as_its_one_stream(real):
     assert gpu["total_ms"] == pytest.approx(gpu["busy_ms"], abs=1e-9)
     assert gpu["gaps"] == 313  # 298 kernels and 16 memsets, each after a pause
     assert gpu["idle_waiting_for_host_ms"] <= gpu["idle_ms"]
-    assert real["gpu_name"] == "NVIDIA H200"
 
 
 def test_a_capture_without_ranges_has_no_phases_and_is_counted_as_a_whole(real):
@@ -247,9 +246,7 @@ def test_an_empty_capture_is_a_sentence(tmp_path):
         read_timeline(Export(tmp_path / "empty.sqlite").write())
 
 
-@pytest.mark.parametrize(
-    ("table", "lost"), [("NVTX_EVENTS", "phases"), ("CUPTI_ACTIVITY_KIND_MEMCPY", "copies"), ("OSRT_API", "os_calls")]
-)
+@pytest.mark.parametrize(("table", "lost"), [("NVTX_EVENTS", "phases"), ("CUPTI_ACTIVITY_KIND_MEMCPY", "copies")])
 def test_a_table_that_is_missing_costs_only_its_own_figures(tmp_path, table, lost):
     path = a_step(tmp_path / "step.sqlite").write()
     with closing(sqlite3.connect(path)) as database:

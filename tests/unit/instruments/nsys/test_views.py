@@ -31,8 +31,6 @@ def made_up():
             Call("cudaStreamSynchronize", 17 * MS, 20 * MS, 1, (0, 3)),
         ],
         ranges=[Range("step", 8 * MS, 20 * MS, 1)],
-        os_calls=[],
-        gpu="a GPU",
     )
 
 
@@ -71,7 +69,7 @@ def test_copies_say_how_fast_they_were_and_from_which_memory(made_up):
 
 
 def test_a_capture_without_copies_has_an_empty_table(made_up):
-    assert len(link(CapturedTimeline(made_up.activities[1:], made_up.calls, made_up.ranges, [], None))) == 0
+    assert len(link(CapturedTimeline(made_up.activities[1:], made_up.calls, made_up.ranges))) == 0
 
 
 def test_every_kernel_of_a_real_capture_belongs_to_one_library(recorded):

@@ -43,8 +43,8 @@ def test_what_was_asked_for_beside_times_is_told(rows):
         {"module": name, "cpu_ms": ms, "gpu_ms": 0.0, "phases": {"forward": ms}}
         for name, ms in (("(no module)", 9.0), ("head", 4.0))
     ]
-    asked = {"operator": "aten::bmm", "device": "cpu", "allocations": 1.0, "allocated_bytes": 3 * 2**20, "net_bytes": 0}
-    trace["memory"] = {"operators": [asked], "highest_total_bytes": {}, "over_time": {}}
+    asked = {"operator": "aten::bmm", "device": "cpu", "allocations": 1.0, "allocated_bytes": 3 * 2**20}
+    trace["memory"] = {"operators": [asked], "over_time": {}}
     trace["flops"] = {"aten::mm": 3e9, "aten::bmm": 1e9}
     text = " ".join(printed(rows(median=10.0, standard=trace)).split())
     assert "most expensive modules, forward and backward: head 4.0 ms." in text
