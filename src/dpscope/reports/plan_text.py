@@ -13,7 +13,7 @@ from dpscope.vocabulary.components import UNATTRIBUTED
 
 PlanPart = Mapping[str, Any]
 
-WIDEST = 500  # characters: no cell is cut
+ROOMY = 500  # characters of a line: no cell is cut
 HEADINGS = (
     "method",
     "batch × passes",
@@ -34,7 +34,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     table = bare_table(*HEADINGS)
     for row in plan["methods"]:
         table.add_row(*_cells(row))
-    parts = ["\n".join(verdict(plan)), render_plain(table, WIDEST).rstrip()]
+    parts = ["\n".join(verdict(plan)), render_plain(table, ROOMY).rstrip()]
     parts += [_components(row) for row in plan["methods"] if row["batch_size"]][-1:]
     if plan["effects"]:
         parts.append("\n".join(["What would change most:", *_effects(plan)]))
