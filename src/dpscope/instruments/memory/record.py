@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.places import shorten_path
 
@@ -138,10 +139,6 @@ class ModulePaths:
         if not in_backward():  # a forward that runs again does not make the nodes that will run
             self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._modules.append(self._running[-1] if self._running else "")
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 BEFORE_STEP = ""  # the operator of a storage that was there before the step

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
-from dpscope.flash.torch_side.autograd_graph import saved_tensors_packed
+from dpscope.flash.torch_side.autograd_graph import in_backward, saved_tensors_packed
 from dpscope.instruments import gradient_sums
 from dpscope.instruments.memory.record import (
     BEFORE_STEP,
@@ -35,7 +35,6 @@ from dpscope.instruments.memory.record import (
     ModulePaths,
     Record,
     find_asker,
-    in_backward,
 )
 from dpscope.instruments.timing import Step
 from dpscope.vocabulary.components import ACTIVATION_HOOKS
