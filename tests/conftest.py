@@ -43,15 +43,19 @@ if find_spec("hypothesis"):  # tests/gpu also runs on machines without it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = tuple(ROOT / "tests" / name for name in SLOW)
+    slow = {ROOT / "tests" / name for name in SLOW}
+    slow_files = {path for path in {item.path for item in items} if not slow.isdisjoint((path, *path.parents))}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in slow):
+        if item.path in slow_files:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+CLEAN_COPY = pytest.StashKey[Any]()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
+def pytest_runtestloop(session: pytest.Session) -> None:
     if "opacus.accountants" in sys.modules:
         from tests import remembered_accounting
 
@@ -62,6 +66,17 @@ def pytest_runtestloop() -> None:
         # Autograd starts its threads in the first backward pass of a process, and a process with such threads cannot be
         # copied. In CUDA builds of torch it starts some, also without a GPU, where Inductor was there before.
         torch.ones(1, requires_grad=True).backward()
+    if any("clean_copy" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.clean_copy import CleanCopy
+
+        session.config.stash[CLEAN_COPY] = CleanCopy()
+        session.config.add_cleanup(session.config.stash[CLEAN_COPY].end)
+
+
+@pytest.fixture
+def clean_copy(pytestconfig: pytest.Config) -> Callable[..., Any]:
+    """clean_copy(function, *arguments): what the function returns in a process in which no test has run."""
+    return pytestconfig.stash[CLEAN_COPY]
 
 
 # Folders whose files share what takes long to make: a browser and the pages it opens; worlds of processes.

@@ -1,40 +1,22 @@
-"""Two ranks: new processes under torchrun, or copies of this one, which need not import torch again."""
+"""Two ranks: copies of this process, which need not import torch again, in the environment that torchrun gives."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 
-from tests import ROOT
 from tests.forked import call_and_exit
 
 WORLD = 2
 
 
-def run_ranks(module: str, *arguments: object) -> None:
-    """Run `python -m module` as two ranks on this CPU; fail with what they wrote if one does."""
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", "-m", module]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    run = subprocess.run(
-        [*ranks, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
 def fork_ranks(main: Callable[..., None], *arguments: object) -> None:
     """Call `main` in two copies of this process, with the environment that torchrun gives; fail if one does.
 
-    Not for sharded models: what DTensors remember in a process that was rank 0 is wrong on other ranks.
+    Ranks of sharded models take the fixture `clean_copy` as well.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))

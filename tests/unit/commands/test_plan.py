@@ -24,9 +24,11 @@ from dpscope.reports.plan_text import describe_plan
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
 from tests import ROOT
+from tests.remembered_forecasts import forecast_once, remembered_forecasts  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("remembered_forecasts")
 SCHEMA = json.loads((ROOT / "docs" / "schemas" / "plan.json").read_text())
-STEP = ["--model", "tiny", "--num-layers", "1", "--seq-len", "32", "--methods", "flash", "--no-effects"]
+STEP = ["--model", "tiny", "--num-layers", "1", "--seq-len", "16", "--methods", "flash", "--no-effects"]
 
 
 def require_schema(document):
@@ -217,7 +219,7 @@ def test_what_does_not_fit_and_what_would_change_are_in_the_document(monkeypatch
     planned = plan(config, **wish)
     probed = plan(config, prober=measured_with(2**20), **wish)
     monkeypatch.setitem(CARDS, "t4", small(0.02))
-    too_large = plan(config, **wish)
+    too_large = plan(config, **{**wish, "methods": ["standard"]})
     for document in (planned, too_large, probed):
         require_schema({"document": "dpscope.plan", "version": 1, **document})
     assert [effect["what"] for effect in planned["effects"]][:2] == ["twice the batch", "checkpointed blocks"]
@@ -289,7 +291,7 @@ def measured_with(missed):
     """Probes of a GPU whose steps take more memory than predicted, and three times as long."""
 
     def probe(spec, batches, say):
-        steps = [forecast_step(replace(spec, batch_size=size), CARDS["t4"]) for size in batches]
+        steps = [forecast_once(replace(spec, batch_size=size), CARDS["t4"]) for size in batches]
         return [
             Probe(size, step.peak_bytes + missed, 3 * step.gpu_seconds, 3 * step.gpu_seconds)
             for size, step in zip(batches, steps, strict=True)

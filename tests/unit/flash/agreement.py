@@ -91,6 +91,16 @@ def assert_exact(
     return engine
 
 
+def assert_next_step_is_exact(engine: FlashEngine, batch: Any, losses: Losses) -> None:
+    """One more private step of an attached engine gives the oracle's norms and clipped sums of the model as it is."""
+    with engine.without_taps():
+        truth, engine.max_grad_norm = reference(engine.model, batch, losses)
+    engine.zero_grad()
+    private_step(engine, batch, losses)
+    with engine.without_taps():
+        assert_agrees(engine.model, batch, losses, engine, truth, engine.max_grad_norm)
+
+
 def assert_agrees(
     model: nn.Module, batch: Any, losses: Losses, engine: FlashEngine, truth: OracleResult, c: float
 ) -> None:

@@ -47,9 +47,9 @@ def every_run(**settings: Any) -> dict[tuple[str, str], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_opacus_on_two_ranks_gives_its_parameters_of_one_process_noise_included() -> None:
+def test_opacus_on_two_ranks_gives_its_parameters_of_one_process_noise_included(clean_copy: Any) -> None:
     expected = every_run()
-    for found in in_world(2, every_run_on_two_ranks, fresh=True):
+    for found in clean_copy(in_world, 2, every_run_on_two_ranks):
         for run, parameters in found.items():
             for name, value in parameters.items():
                 torch.testing.assert_close(value, expected[run][name], atol=1e-6, rtol=0)

@@ -1,4 +1,4 @@
-"""One rank of a private Trainer: python -m torch.distributed.run … rank_worker.py FOLDER none|ddp|fsdp."""
+"""One rank of a private Trainer, and the same training by one process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,3 @@ def main(folder: str, parallel: str) -> None:
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)  # a rank may abort when gloo is taken down
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

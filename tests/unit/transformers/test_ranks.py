@@ -8,17 +8,14 @@ import torch
 from tests.torch_here import takes_shards
 from tests.unit.transformers.rank_worker import main
 from tests.unit.transformers.small_training import assert_same
-from tests.unit.two_ranks import fork_ranks, run_ranks
+from tests.unit.two_ranks import fork_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=takes_shards)])
-def test_two_ranks_take_the_steps_of_one_process(tmp_path, parallel):
+def test_two_ranks_take_the_steps_of_one_process(tmp_path, clean_copy, parallel):
     main(str(tmp_path), "none")
-    if parallel == "ddp":
-        fork_ranks(main, tmp_path, parallel)
-    else:
-        run_ranks("tests.unit.transformers.rank_worker", tmp_path, parallel)
+    clean_copy(fork_ranks, main, tmp_path, parallel)
     one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("none", parallel))
     assert two["sharded"] == (parallel == "fsdp")
     assert two["history"] == one["history"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,32 +26,16 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": (0.0, 2.0**-8),
     }
 
-# In copies of a process in which torch was told nothing: once told in the new way, it cannot be asked in the old one.
-ASK = """
-import os, sys, torch
-for setting in sys.argv[1:]:
-    if not os.fork():
-        exec(setting)
-        from dpscope.flash.kernels.float32_products import operand_rounding
-        found = (operand_rounding(torch.device(device)) for device in ("cuda", "cpu"))
-        print(setting, *found, sep="|", flush=True)
-        os._exit(0)
-    os.wait()
-"""
+
+def roundings_after(setting: str) -> list[float]:
+    exec(setting, {"torch": torch})
+    return [operand_rounding(torch.device(device)) for device in ("cuda", "cpu")]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[float]]:
-    command = [sys.executable, "-c", ASK, *SETTINGS]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    answers = (line.split("|") for line in done.stdout.splitlines())
-    return {setting: [float(value) for value in values] for setting, *values in answers}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_users_setting_is_seen(setting: str, found: dict[str, list[float]]) -> None:
-    for seen, expected in zip(found[setting], SETTINGS[setting], strict=True):
+def test_the_users_setting_is_seen(setting: str, clean_copy: Callable[..., list[float]]) -> None:
+    """In a process in which torch was told nothing: once told in the new way, it cannot be asked in the old one."""
+    for seen, expected in zip(clean_copy(roundings_after, setting), SETTINGS[setting], strict=True):
         assert expected is None or seen == expected
 
 

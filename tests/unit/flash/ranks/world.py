@@ -213,17 +213,15 @@ def in_world(
     case: Callable[..., Any],
     *args: Any,
     lost: Sequence[int] = (),
-    fresh: bool = False,
     timeout: float = 300.0,
     tries: int = 2,
 ) -> list[Any]:
     """What `case(*args)` returns on each rank of a world on gloo that is not `lost`; their errors are raised here.
 
-    fresh  ranks inherit nothing: what DTensors remember in a process that was rank 0 is wrong on other ranks
     tries  a rank that a signal ended, and no error of Python's, is tried again: gloo's threads abort now and then
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn" if fresh else "fork")
+        context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=_rank, args=(r, world, Path(folder), case, args)) for r in range(world)]
         for process in ranks:
             process.start()
@@ -241,7 +239,7 @@ def in_world(
         ends = {rank: f"exit code {process.exitcode}" for rank, process in enumerate(ranks)}
         told = {int(text.stem): text.read_text() for text in Path(folder).glob("*.txt")}
     if crashed and tries > 1:
-        return in_world(world, case, *args, lost=lost, fresh=fresh, timeout=timeout, tries=tries - 1)
+        return in_world(world, case, *args, lost=lost, timeout=timeout, tries=tries - 1)
     raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, said in {**ends, **told}.items()))
 
 

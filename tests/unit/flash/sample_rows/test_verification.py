@@ -16,7 +16,7 @@ from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.sample_rows import comparison, row_norms, self_test
 from dpscope.flash.sample_rows.self_test import SelfTest
 from dpscope.flash.step import microbatch
-from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
+from tests.unit.flash.agreement import assert_exact, assert_next_step_is_exact, private_step
 from tests.unit.flash.live_bytes import LiveBytes
 from tests.unit.flash.sample_rows.verified_models import Mixture, RelativeBias, Routed, TiedByHand, losses, rows
 
@@ -101,13 +101,7 @@ def test_a_state_that_is_a_parameter_is_exact_once_its_gate_opens():
     model = LearnedState()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         for size in (1, 4, 5):
-            batch = {"x": torch.randn(size, 3, 6)}
-            engine.zero_grad()
-            with engine.without_taps():
-                truth, engine.max_grad_norm = reference(model, batch, losses)
-            private_step(engine, batch, losses)
-            with engine.without_taps():
-                assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
+            assert_next_step_is_exact(engine, {"x": torch.randn(size, 3, 6)}, losses)
             with torch.no_grad():
                 model.gate.add_(0.5)
         assert "opaque" not in str(engine.explain())
@@ -189,16 +183,7 @@ def test_a_table_with_as_many_rows_as_samples_is_shared_all_the_same(sizes):
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         for size in sizes:
             batch = torch.randn(size, 3, 6, dtype=torch.float64), torch.randint(2, (size,))
-            engine.zero_grad()
-
-            def of_samples(model, batch):
-                return model(*batch, table).squeeze(1)
-
-            with engine.without_taps():
-                truth, engine.max_grad_norm = reference(model, batch, of_samples)
-            private_step(engine, batch, of_samples)
-            with engine.without_taps():
-                assert_agrees(model, batch, of_samples, engine, truth, engine.max_grad_norm)
+            assert_next_step_is_exact(engine, batch, lambda model, batch: model(*batch, table).squeeze(1))
 
 
 class CheckpointedConv(nn.Module):
@@ -221,13 +206,7 @@ def test_a_checkpointed_layer_that_is_followed_takes_other_options():
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         for dilation, size in ((1, 3), (2, 1), (2, 3)):  # one sample alone says nothing about the new operator
             model.conv.dilation = model.conv.padding = (dilation, dilation)
-            batch = {"x": torch.randn(size, 3, 6, 6)}
-            engine.zero_grad()
-            with engine.without_taps():
-                truth, engine.max_grad_norm = reference(model, batch, losses)
-            private_step(engine, batch, losses)
-            with engine.without_taps():
-                assert_agrees(model, batch, losses, engine, truth, engine.max_grad_norm)
+            assert_next_step_is_exact(engine, {"x": torch.randn(size, 3, 6, 6)}, losses)
 
 
 # -- what it takes
