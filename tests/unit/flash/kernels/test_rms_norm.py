@@ -77,11 +77,11 @@ def test_non_contiguous_operands(backend: str) -> None:
 
 
 def test_sums_that_need_not_be_whole_are_added_up_with_those_of_other_layers(backend: str) -> None:
-    layers = [operands(16, 60, 8, torch.bfloat16, torch.float32) for _ in range(2)]
+    layers = [operands(2, 60, 8, torch.bfloat16, torch.float32) for _ in range(2)]
     parts = [rms_norm_gradients(*each, EPS, whole=False, backend=backend)[1] for each in layers]
     whole = [rms_norm_gradients(*each, EPS, backend=backend)[1] for each in layers]
     if backend != "torch":
-        assert {part.shape for part in parts} == {torch.Size((16, 8, 8))}
+        assert {part.shape for part in parts} == {torch.Size((2, 8, 8))}
         parts = many_bias_sums(parts, backend=backend)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
