@@ -495,7 +495,7 @@ class FlashEngine:
 
 def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield (parameter, sum) pairs. Each is released when the next one is requested."""
-    for parameters, sums, _ in batches:
+    for parameters, sums, *_ in batches:
         parameters.reverse()
         sums.reverse()
         while sums:

@@ -93,10 +93,12 @@ def test_the_stream_gives_what_finish_would_and_leaves_grad_alone(batch, stream)
         if stream == "clipped":
             found = {names[parameter]: total.clone() for parameter, total in engine.clipped_sums()}
         else:
-            for parameters, tensors, factors in engine.factored_sums():
-                for parameter, total in zip(parameters, tensors, strict=True):
+            for parameters, tensors, factors, rows in engine.factored_sums():
+                for at, (parameter, total) in enumerate(zip(parameters, tensors, strict=True)):
                     found[names[parameter]] = (
-                        total.clone() if factors is None else torch.einsum("b,b...->...", factors.to(total), total)
+                        total.clone()
+                        if factors is None
+                        else torch.einsum("b,b...->...", factors[rows[at]].to(total), total)
                     )
     assert all(parameter.grad is None for parameter in model.parameters())
     assert_close(found, truth.clipped_sums)

@@ -28,7 +28,7 @@ from dpscope.flash.checkpointing.recomputation import (
     gradient_of,
     module_of,
 )
-from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.contributions import Contribution, Kept
 from dpscope.flash.gradients.norms import SquaredNorms
 from dpscope.flash.gradients.slots import Slot, combine
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -49,8 +49,6 @@ class CheckpointedBlock(Recorder):
 
     It is the recorder of the layers that run in it.
     """
-
-    sums_at_once = True
 
     blocks: CheckpointedBlocks
     index: int
@@ -81,6 +79,11 @@ class CheckpointedBlock(Recorder):
         """True if the block runs again for its sums, or is held in less memory than kept gradients take."""
         return self.open is not None or not self.keeps
 
+    @property
+    def sums_at_once(self) -> bool:  # type: ignore[override]
+        """True unless the block is summed when backward leaves it: until then x and g of its layers are there."""
+        return self.open is None or not self.open.summed
+
     def add(self, slot: Slot, contribution: Contribution) -> None:
         self.blocks.choices.note_layer(self.index, slot.module)
         blocks, gathering = self.blocks, self.open
@@ -92,11 +95,11 @@ class CheckpointedBlock(Recorder):
         self.engine.state.record(slot)
         gathering.gathered.setdefault(slot, []).append(contribution)
 
-    def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
-        """Return the block's outputs, with their gradients watched."""
+    def receive(self, outputs: Any, given: Sequence[Tensor]) -> Any:
+        """Return the outputs, with their gradients watched. `given`: the tensors among the arguments."""
         leaves, spec = pytree.tree_flatten(outputs)
         self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        storages = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in given}
         if any(leaves[at].untyped_storage().data_ptr() in storages for at in self.places):
             self.blocks.hold(self, "it gives back what it is given")
         elif not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
@@ -189,7 +192,8 @@ class CheckpointedBlocks:
         outer = self.engine.recorder if isinstance(self.engine.recorder, CheckpointedBlock) else None
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, of_function)) if isinstance(leaf, Tensor)]
         planned = dry_run.current() is not None
         transformed = any(
             torch._C._functorch.maybe_get_level(tensor) > 0 or (isinstance(tensor, FakeTensor) and not planned)
@@ -202,8 +206,7 @@ class CheckpointedBlocks:
         self._calls += 1
         if module_of(function) is None and self.engine.ranks.gathers_weights:
             self.hold(block, "its weights are sharded, and a function does not tell which: checkpoint a module")
-        held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
-        return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
+        return block.receive(checkpoint(block, *args, **kwargs), tensors)
 
     def hold(self, block: CheckpointedBlock, why: str) -> None:
         block.must_hold = True
@@ -291,20 +294,22 @@ class CheckpointedBlocks:
             if before is not None and now is not None:
                 each.activations = max(0, now.current - before.current)
 
-    @torch.no_grad()
     def flush(self, but: BlockPass | None = None) -> None:
-        """Take the norms of the block that backward has left, and free the contributions of its layers.
+        """Close the block that backward has left. `but`: a pass that backward may still be in."""
+        if self.gathering is not None and self.gathering is not but:
+            done, self.gathering = self.gathering, None
+            self._close_pass(done)
 
-        but: a pass that backward may still be in
-        """
-        if self.gathering is None or self.gathering is but:
-            return
-        done, self.gathering = self.gathering, None
+    @torch.no_grad()
+    def _close_pass(self, done: BlockPass) -> None:
+        """Take the norms of a block that backward has left, and free the contributions of its layers."""
         done.is_open = False
         if done.summed:
             if self._sum_now(done):
                 return
             self.choices.recompute_across(done.index)
+            for parts in done.gathered.values():  # what postponed sums are made of is not held
+                parts[:] = [part if part.summed_later is None else Kept(part.materialise()) for part in parts]
         if done.input is None:  # backward did not run it again: there is nothing to run it from
             self._passes.remove(done)
             self.choices.hold(done.index, "backward needs nothing of it, and does not run it again")

@@ -31,6 +31,8 @@ from dpscope.flash.kernels.triton_runtime import rows_are_aligned, slices
 from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.phases import allocates
 
+Outs = Sequence[Tensor | None]  # that sums are added to
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums and squares: float64 for float64 tensors, otherwise float32."""
@@ -116,8 +118,9 @@ class Contribution:
         """True if what is held has another owner, too."""
         return False
 
-    def launch_key(self) -> object | None:
-        """Return what is equal for contributions that are summed together; None if each is summed by itself."""
+    def launch_key(self) -> tuple[object, ...]:
+        """Return what is equal for contributions that share a launch. Those of one first item are summed together."""
+        return ()
 
     def check_unchanged(self, name: str) -> None:
         """Raise UserError if what is held was changed in place."""
@@ -150,10 +153,11 @@ class Contribution:
         return kept_sums([self.materialise()], scale, outs=[out])[0]
 
     def clipped_sums(
-        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, rows: Sequence[int], outs: Outs, *, let_go_together: bool = False
     ) -> list[Tensor]:
         """Return the clipped sums of contributions that share this one's `launch_key`: see `scaled_sums`."""
-        return [members.pop(0).clipped_sum(scale, out) for out in outs]  # each is freed before the next is summed
+        # Each is freed before the next is summed.
+        return [members.pop(0).clipped_sum(scale[row], out) for row, out in zip(rows, outs, strict=True)]
 
 
 class Kept(Contribution):
@@ -186,8 +190,8 @@ class Kept(Contribution):
     def is_borrowed(self) -> bool:
         return not self.owned
 
-    def launch_key(self) -> object:
-        return Kept
+    def launch_key(self) -> tuple[object, ...]:
+        return (Kept,)
 
     def check_unchanged(self, name: str) -> None:
         if not self.owned and self.values._version != self.version:
@@ -313,7 +317,7 @@ class Outer(Saved):
 
     def launch_key(self) -> tuple[object, ...]:
         x, g = self.first, self.g
-        return x.shape, x.dtype, g.shape, g.dtype
+        return Outer, x.shape, x.dtype, g.shape, g.dtype
 
     def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Outer | Kept:
         """Turn the rows of a sample into more positions of it."""
@@ -345,16 +349,16 @@ class Outer(Saved):
         return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return self.clipped_sums([self], scale, [out])[0]
+        return self.clipped_sums([self], scale, [0], [out])[0]
 
     def clipped_sums(
-        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, rows: Sequence[int], outs: Outs, *, let_go_together: bool = False
     ) -> list[Tensor]:
         dtype = wide(torch.promote_types(self.g.dtype, self.x.dtype))
         # A half-precision parameter's gradient cannot be added into by the product itself.
         direct = [out if out is not None and out.dtype == dtype else None for out in outs]
         gs, xs = [each.g for each in members], [each.first for each in members]
-        totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
+        totals = scaled_sums(gs, xs, scale.to(dtype), rows=rows, outs=direct, let_go_together=let_go_together)
         return [
             out.add_(total) if out is not None and out is not total else total
             for out, total in zip(outs, totals, strict=True)

@@ -7,7 +7,7 @@ x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from dpscope.flash.gradients.slots import cross_terms, place_of, tied_norms_squa
 from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.kept_gradients import kept_norms_apart, kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.torch_side.captures import device_cache
 
@@ -35,9 +35,6 @@ LARGEST_NORM = 1e30
 TIED_FLOOR = 2.0**-7
 TIED_FLOOR_FLOAT64 = 2.0**-30
 
-# Of small per-sample gradients that are normed together: elements a sample of one of them, and of all of them.
-MOST_EACH, MOST = 2**16, 2**24
-
 
 def as_summed(part: Contribution) -> Contribution:
     """Return a contribution in the form that is normed and summed: materialised if it is kept."""
@@ -51,35 +48,30 @@ class SquaredNorms:
     def __init__(self, groups: int, batch: int, device: torch.device) -> None:
         self._groups, self._batch, self._device = groups, batch, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # which costs nothing, and MPS has not
-        self._rows: dict[int, Tensor] = {}  # (B,) by group
+        self._rows: list[tuple[list[int], Tensor]] = []  # groups, and squares of some of their parameters, (n, B)
         self._of_all: list[Tensor] = []  # (G, B)
         self._sharing: dict[tuple[object, ...], tuple[int, Tensor, list[Tensor]]] = {}
         self._reads_tf32 = reads_tf32(device)  # the operands of float32 products
         self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[tuple[int, GramUnit]] = []
-        self._kept: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._kept: list[tuple[int, Tensor]] = []
         self._squares: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
         """Add squared norms, (G, B), of some groups or of all."""
         if groups is None:
             self._of_all.append(norms_squared)
-            return
-        for group, squared in zip(groups, norms_squared, strict=True):
-            self.add_row(group, squared)
+        else:
+            self._rows.append(([*groups], norms_squared.to(self._dtype)))
 
     def add_row(self, group: int, norms_squared: Tensor) -> None:
         """Add squared norms of one group, (B,)."""
-        squared, before = norms_squared.to(self._dtype), self._rows.get(group)
-        self._rows[group] = squared if before is None else before + squared
+        self.add(norms_squared.unsqueeze(0), [group])
 
-    def add_all(self, parts: list[Contribution | None], groups: Sequence[int], without: Collection[int] = ()) -> None:
-        """Count the contributions of every parameter, given its group, and replace them by what is kept from now on.
-
-        without: places of parameters that are counted already
-        """
+    def add_all(self, parts: list[Contribution | None], groups: Sequence[int]) -> None:
+        """Count the contributions of every parameter, given its group, and replace them by what is kept from now on."""
         for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-            if part is None or index in without:
+            if part is None:
                 continue
             if part.decision is None:  # as most are, of hundreds in a step
                 self._count(group, part)
@@ -101,7 +93,7 @@ class SquaredNorms:
         if (squares := part.square_parts()) is not None:
             self._squares[group].append(squares)
         elif isinstance(part, Kept):
-            self._kept[group].append(part.values)
+            self._kept.append((group, part.values))
         elif isinstance(part, Lookup) and part.decision.path == GRAM:
             self._lookups.append((group, GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx)))
         elif isinstance(part, Outer) and (path := exact_path(part.decision.path, part.g)) != DIRECT:
@@ -143,14 +135,23 @@ class SquaredNorms:
     def result(self) -> Tensor:
         """Return squared norms, (G, B). They may hold inf or NaN: such samples are dropped, not repaired."""
         self._add_units()
-        for group, values in self._kept.items():
-            self.add_row(group, kept_norms_squared(values))
+        kept = [values for _, values in self._kept]
+        if self._groups == 1 and kept:
+            self.add_row(0, kept_norms_squared(kept))
+        elif kept:
+            for members, found in kept_norms_apart(kept):
+                self.add(found, [self._kept[at][0] for at in members])
         for group, squares in self._squares.items():
             self.add_row(group, torch.cat(squares, 1).sum(1))
-        if len(self._rows) < self._groups:
-            zeros = torch.zeros(self._batch, dtype=self._dtype, device=self._device)
-            self._rows = {**dict.fromkeys(range(self._groups), zeros), **self._rows}
-        total = torch.stack([self._rows[group] for group in range(self._groups)])
+        owners = tuple(group for groups, _ in self._rows for group in groups)
+        zeros = torch.zeros((1, self._batch), dtype=self._dtype, device=self._device)
+        total = torch.cat([*(squares for _, squares in self._rows), zeros])
+        if self._groups == 1:
+            total = total.sum(0, keepdim=True)
+        else:
+            places, most = _places(owners, self._groups, self._device)
+            total = total.index_select(0, places)
+            total = total if most == 1 else total.view(self._groups, most, self._batch).sum(1)
         for squared in self._of_all:
             total += squared.to(total)
         return total
@@ -166,57 +167,19 @@ class SquaredNorms:
         if self._groups == 1 and units:
             self.add_row(0, gram_norms_squared(units))
         elif units:
-            for (group, _), squared in zip(waiting, gram_norms_apart(units), strict=True):
-                self.add_row(group, squared)
-
-
-class GroupedKept:
-    """Small per-sample gradients (biases, norm layers) under a rule with many groups: normed and summed all at once.
-
-    Each has factors of its own, so kernels that take one factor for each sample would be launched once for each of
-    them. Beside the products of a model they are little: here they lie beside one another in float64, (B, N).
-
-    places: of those parameters among all, whose contributions are `parts`
-    """
-
-    def __init__(self, parts: Sequence[Contribution | None], groups: Sequence[int]) -> None:
-        held = {at: None if part is None else part.per_sample for at, part in enumerate(parts)}
-        kept = {at: each for at, each in held.items() if each is not None and len(each)}
-        small = {at: each for at, each in kept.items() if 0 < each[0].numel() <= MOST_EACH}
-        if sum(each.numel() for each in small.values()) > MOST:
-            small = {}
-        self.places, values = dict.fromkeys(small), list(small.values())
-        self._owners = [groups[at] for at in small]
-        if not small:
-            return
-        self._shapes = [each.shape[1:] for each in values]
-        self._sizes = [shape.numel() for shape in self._shapes]
-        self._dtypes = [torch.promote_types(each.dtype, torch.float32) for each in values]
-        dtype = torch.float32 if values[0].device.type == "mps" else torch.float64  # which MPS has not
-        self._values = torch.cat([each.flatten(1) for each in values], 1).to(dtype)
-
-    def add_to(self, norms: SquaredNorms) -> None:
-        """Add their squared norms."""
-        if self.places:
-            squares = torch.split(self._values.square(), self._sizes, 1)
-            for group, part in zip(self._owners, squares, strict=True):
-                norms.add_row(group, part.sum(1))
-
-    def sums(self, scales: Tensor) -> list[Tensor]:
-        """Return Σ_b scales[group, b] v_b of each, given `scales`: (G, B)."""
-        owners = _owners(tuple(self._sizes), tuple(self._owners), self._values.device)
-        factors = scales.to(self._values.dtype).mT.index_select(1, owners)
-        total = torch.where(factors != 0, self._values * factors, 0.0).sum(0)
-        if len(set(self._dtypes)) == 1:
-            total = total.to(self._dtypes[0])
-        parts = zip(torch.split(total, self._sizes), self._shapes, self._dtypes, strict=True)
-        return [part.view(shape).to(dtype) for part, shape, dtype in parts]
+            for members, squares in gram_norms_apart(units):
+                self.add(squares, [waiting[at][0] for at in members])
 
 
 @device_cache(maxsize=256)
-def _owners(sizes: tuple[int, ...], groups: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return, for each of the elements that lie beside one another, the group of its tensor."""
-    return torch.repeat_interleave(torch.tensor(groups), torch.tensor(sizes)).to(device)
+def _places(owners: tuple[int, ...], groups: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the places of each group among `owners`, as many for all: those missing lie behind the last."""
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for place, group in enumerate(owners):
+        found[group].append(place)
+    most = max(map(len, found))
+    padded = [place for places in found for place in (*places, *[len(owners)] * (most - len(places)))]
+    return torch.tensor(padded, device=device), most
 
 
 @dataclass(frozen=True)
@@ -252,11 +215,10 @@ def clip_factors(
         bounds = _bounds_on(tuple(rule.bounds), norms.dtype, norms.device)
     factors = rule.factors(norms, rule.bounds[0] if bounds is None else bounds)
     scale = factors * multiplier
-    small = (scale < MIN_SCALE) & (factors != 0)
-    shares = torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small
+    shares = (recorded <= LARGEST_NORM) & ((scale >= MIN_SCALE) | (factors == 0))
     if real is not None:
         shares &= torch.arange(shares.shape[1], device=shares.device) < real
-    zero = torch.zeros_like(norms)
+    zero = factors.new_zeros(())
     return Factors(norms, torch.where(shares, factors, zero), torch.where(shares, scale, zero), shares.all(0))
 
 

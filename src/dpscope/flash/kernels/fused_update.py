@@ -13,8 +13,9 @@ and then exactly what torch.optim does with g, in float32, rounded once where a 
     DP-AdamBC   the same, with √max(v̂ - (noise_std · grad_scale)², floor) in place of √v̂ + ε: without the share of the
                 noise in v̂ (Tang et al. 2023)
 
-s is given, or made here: with `factors` c: (B,), "sums" are the per-sample gradients v: (B, *shape) themselves, and
-s = Σ_b c_b v_b (see kept_gradients: where c_b is zero or NaN the sample has no share, whatever it holds).
+s is given, or made here: with `factors` c: (B,), or (G, B) and the row of each parameter, "sums" are the per-sample
+gradients v: (B, *shape) themselves, and s = Σ_b c_b v_b (see kept_gradients: where c_b is zero or NaN the sample has no
+share, whatever it holds).
 
 g, z and such an s live in registers only. Each parameter and state element is read once and written once, sums or
 per-sample gradients are read once and not modified: the noise costs arithmetic that hides behind memory traffic.
@@ -176,6 +177,7 @@ def _update(
     constants: dict[str, bool],
     *,
     factors: Tensor | None = None,
+    factor_rows: Sequence[int] = (),
     maximize: bool = False,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
@@ -188,7 +190,8 @@ def _update(
 ) -> None:
     """Hand each parameter to the kernel or to the fallback. `typed`: columns whose dtypes the kernel is compiled for.
 
-    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
+    factors: (B,), or (G, B) with the row of each parameter in `factor_rows`; then `sums` holds per-sample gradients,
+    (B, *shape) each, and the sums are made of them.
     (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
     None where these are all parameters. row: `words_of` key and numbers on the device, read in their place. options:
     the optimizer's, for `numbers_of`.
@@ -200,10 +203,9 @@ def _update(
     params, sums = columns[:2]
     numbers = numbers_of(noise_std=noise_std, grad_scale=grad_scale, **options)
     starts = noise_starts(params) if starts is None else starts
-    stacked, samples = (None, 1) if factors is None else (1, len(factors))
-    launches, left = list_launches(
-        columns, starts, seed, offset, backend, numbers=numbers, row=row, stacked=stacked, samples=samples
-    )
+    samples = 1 if factors is None else factors.shape[1]
+    stack: dict[str, Any] = {} if factors is None else {"stacked": 1, "samples": samples, "factor_rows": factor_rows}
+    launches, left = list_launches(columns, starts, seed, offset, backend, numbers=numbers, row=row, **stack)
     for launch in launches:
         dtypes = zip(typed, [*launch.dtypes, None], strict=False)  # None: without momentum
         launch.run(
@@ -223,7 +225,8 @@ def _update(
         if row is not None:
             (seed, offset), numbers = read_words(row)
         stream = HostStream(seed, offset, [(starts[i], params[i].numel()) for i in left], backend)
-        _update_by_torch(columns, left, starts, stream, numbers, fallback, factors, maximize)
+        own = None if factors is None else [factors[factor_rows[i] if factor_rows else 0] for i in range(len(params))]
+        _update_by_torch(columns, left, starts, stream, numbers, fallback, own, maximize)
     for column, original in zip(columns, given, strict=True):
         if column is not sums and column is not original:
             for tensor, written in zip(original, column, strict=True):
@@ -238,7 +241,7 @@ def _update_by_torch(
     stream: HostStream,
     numbers: Sequence[float],
     fallback: Callable[..., None],
-    factors: Tensor | None,
+    factors: Sequence[Tensor] | None,
     maximize: bool,
 ) -> None:
     """Update the parameters `left`, which the kernels do not serve."""
@@ -248,7 +251,7 @@ def _update_by_torch(
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
         if factors is not None:
-            total = sums_by_torch(total.reshape(len(factors), param.numel()), factors).view(param.shape)
+            total = sums_by_torch(total.reshape(len(total), param.numel()), factors[i]).view(param.shape)
         grad = total.detach().to(dtype, copy=factors is None)
         if noise_std:
             for part, number in chunks(grad, starts[i]):
@@ -296,6 +299,7 @@ def _gradient(
     index,
     size,
     factors,
+    factor_row,
     samples,
     key,
     element,
@@ -305,7 +309,7 @@ def _gradient(
     BLOCK: tl.constexpr,
 ):
     """Return (sum + noise)·scale for one block, float32, negated to maximize."""
-    grad = sum_of_samples(sums, index, size, factors, samples, AT_ONCE, BLOCK)
+    grad = sum_of_samples(sums, index, size, factors, factor_row, samples, AT_ONCE, BLOCK)
     if NOISE:
         grad += number_at(key, 0) * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)
     grad *= number_at(key, 1)
@@ -339,8 +343,9 @@ def _sgd_kernel(
 ):
     tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     row = rows + tensor * (3 if MOMENTUM else 2)
-    size = size_at(extents + tensor * 2, ALIGNED)
-    start = tl.load(extents + tensor * 2 + 1) + first
+    size = size_at(extents + tensor * 3, ALIGNED)
+    start = tl.load(extents + tensor * 3 + 1) + first
+    factor_row = tl.load(extents + tensor * 3 + 2)
     params = pointer_at(row, P_DTYPE, ALIGNED)
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     lr = number_at(key, 2)
@@ -352,7 +357,7 @@ def _sgd_kernel(
         inside = index < size
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
         # fmt: off
-        grad = _gradient(sums, index, size, factors, samples, key, start + at,
+        grad = _gradient(sums, index, size, factors, factor_row, samples, key, start + at,
                          NOISE, MAXIMIZE, AT_ONCE, BLOCK)
         # fmt: on
         grad += weight_decay * param
@@ -391,8 +396,9 @@ def _adam_kernel(
 ):
     tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     row = rows + tensor * (5 if AMSGRAD else 4)
-    size = size_at(extents + tensor * 2, ALIGNED)
-    start = tl.load(extents + tensor * 2 + 1) + first
+    size = size_at(extents + tensor * 3, ALIGNED)
+    start = tl.load(extents + tensor * 3 + 1) + first
+    factor_row = tl.load(extents + tensor * 3 + 2)
     params = pointer_at(row, P_DTYPE, ALIGNED)
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     exp_avgs = pointer_at(row + 2, M_DTYPE, ALIGNED)
@@ -412,7 +418,7 @@ def _adam_kernel(
         exp_avg = tl.load(exp_avgs + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sqs + index, mask=inside, other=0.0).to(tl.float32)
         # fmt: off
-        grad = _gradient(sums, index, size, factors, samples, key, start + at,
+        grad = _gradient(sums, index, size, factors, factor_row, samples, key, start + at,
                          NOISE, MAXIMIZE, AT_ONCE, BLOCK)
         # fmt: on
         grad += weight_decay * param

@@ -79,22 +79,14 @@ def gram_norms_squared(
 
     Units share B; T, widths and dtypes may differ. `tiles` forces a configuration (for measurements).
     """
-    parts = [squares for _, squares in _squares_of(units, backend, tiles)]
+    parts = [squares for _, squares in gram_norms_apart(units, backend=backend, tiles=tiles)]
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum(0)
 
 
-def gram_norms_apart(units: Sequence[GramUnit], *, backend: Backend = "auto") -> list[Tensor]:
-    """Return ‖Σ_t g_t x_tᵀ‖² for each sample, (B,) float64, of each unit by itself."""
-    found: dict[int, Tensor] = {}
-    for members, squares in _squares_of(units, backend, None):
-        found.update(zip(members, squares.unbind(), strict=True))
-    return [found[at] for at in range(len(units))]
-
-
-def _squares_of(
-    units: Sequence[GramUnit], backend: Backend, tiles: GramTiles | None
+def gram_norms_apart(
+    units: Sequence[GramUnit], *, backend: Backend = "auto", tiles: GramTiles | None = None
 ) -> list[tuple[Sequence[int], Tensor]]:
-    """Return squared norms, (units, B), of units of each kind, and their numbers."""
+    """Return ‖Σ_t g_t x_tᵀ‖² of each unit by itself: numbers of units, and their squares, (units, B) float64."""
     if not units:
         raise ValueError("gram_norms_squared needs at least one unit")
     device = units[0].gs[0].device

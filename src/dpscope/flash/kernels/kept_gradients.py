@@ -68,45 +68,65 @@ def kept_norms_squared(values: Sequence[Tensor], *, backend: Backend = "auto") -
         raise ValueError("kept_norms_squared needs at least one tensor")
     values = list(map(Tensor.contiguous, values))
     total = torch.zeros(len(values[0]), dtype=torch.float64, device=values[0].device)
-    left = add_sums_of_chunks(_kept_norms_kernel, values, [0] * len(values), total, backend=backend)
+    made, left = sums_of_chunks(_kept_norms_kernel, values, [0] * len(values), total.shape, backend=backend)
+    for _, partials in made:
+        total += partials.sum(-1)
     for rows, _ in _rows(values, left):
         total += row_norms_squared(rows)
     return total
 
 
-def add_sums_of_chunks(
-    kernel: Any, values: Sequence[Tensor], starts: Sequence[int], total: Tensor, *more: int, backend: Backend
-) -> list[int]:
-    """Add the results of `kernel` on contiguous tensors (B, …) to `total`, (…, B) float64; return the others.
+def kept_norms_apart(values: Sequence[Tensor], *, backend: Backend = "auto") -> list[tuple[Sequence[int], Tensor]]:
+    """Return ‖values_b‖² of each tensor (B, …): numbers of tensors, and their squares, (tensors, B) float64."""
+    values = list(map(Tensor.contiguous, values))
+    made, left = sums_of_chunks(_kept_norms_kernel, values, [0] * len(values), (len(values[0]),), backend=backend)
+    found: list[tuple[Sequence[int], Tensor]] = []
+    for members, partials in made:
+        chunks = [-(-values[i].shape[1:].numel() // SAMPLE_CUT.chunk) for i in members]
+        apart = max(chunks) > 1
+        squares = torch.stack([each.sum(1) for each in torch.split(partials, chunks, 1)]) if apart else partials.mT
+        found.append((members, squares))
+    if left:
+        found.append((left, torch.stack([row_norms_squared(values[i]) for i in left])))
+    return found
 
-    The kernel gets the arguments of a list of tensors (`tensor_lists`), the number of chunks, its partial sums
-    (…, B, chunks), and `more`. `starts`: a number for each tensor.
+
+def sums_of_chunks(
+    kernel: Any, values: Sequence[Tensor], starts: Sequence[int], shape: tuple[int, ...], *more: int, backend: Backend
+) -> tuple[list[tuple[list[int], Tensor]], list[int]]:
+    """Return the results of `kernel` on contiguous tensors (B, …), one launch after the other, and the other tensors.
+
+    A result is the numbers of tensors, and sums of their chunks, (*shape, chunks) float64; `shape` ends with B. The
+    kernel gets the arguments of a list of tensors (`tensor_lists`), the number of chunks, its result, and `more`.
+    `starts`: a number for each tensor.
     """
-    batch = total.shape[-1]
+    batch, made = shape[-1], []
     launches, left = list_launches([values], starts, 0, 0, backend, stacked=0, samples=batch, cut=SAMPLE_CUT)
     for launch in launches:
-        partials = torch.empty((*total.shape, launch.programs), dtype=torch.float64, device=total.device)
+        partials = torch.empty((*shape, launch.programs), dtype=torch.float64, device=launch.device)
         launch.run(kernel, launch.programs, partials, *more, each=batch, DTYPE=launch.dtypes[0])
         read = [values[i] for i in launch.members]
         announce(partial(Launch, name=kernel.__name__, family=CLIPPING, reads=read, writes=[partials]))
-        total += partials.sum(-1)
-    return left
+        made.append((launch.members, partials))
+    return made, left
 
 
 def kept_sums(
     values: Sequence[Tensor],
     factors: Tensor,
     *,
+    rows: Sequence[int] = (),
     outs: Sequence[Tensor | None] | None = None,
     backend: Backend = "auto",
 ) -> list[Tensor]:
-    """Return Σ_b factors_b · values_b of every tensor (B, *shape), added into its `out` if given. factors: (B,).
+    """Return Σ_b factors_b · values_b of every tensor (B, *shape), added into its `out` if given.
 
-    New sums are float32, or float64 for float64 values. A sum is rounded once to the dtype of its `out`.
+    factors: (B,), or (G, B); then `rows` says which row is each tensor's. New sums are float32, or float64 for float64
+    values. A sum is rounded once to the dtype of its `out`.
     """
     factors = checked_factors(factors, values)
     values = list(map(Tensor.contiguous, values))
-    given = outs or [None] * len(values)
+    given, rows = outs or [None] * len(values), rows or [0] * len(values)
     results = [
         torch.empty(v.shape[1:], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
         if out is None
@@ -116,27 +136,34 @@ def kept_sums(
     for add in (False, True):
         chosen = [i for i, out in enumerate(given) if (out is not None) == add]
         if chosen:
-            _sum([values[i] for i in chosen], factors, [results[i] for i in chosen], add, backend)
+            own = [rows[i] for i in chosen]
+            _sum([values[i] for i in chosen], factors, own, [results[i] for i in chosen], add, backend)
     return results
 
 
 def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """Check that there is one factor a sample, by the first tensor; launches check that all have as many samples."""
-    if factors.dim() != 1 or not factors.is_floating_point() or any(v.shape[0] != factors.shape[0] for v in values[:1]):
+    """Return factors as (G, B). Check them by the first tensor; launches check that all have as many samples."""
+    fits = factors.dim() in (1, 2) and all(v.shape[0] == factors.shape[-1] for v in values[:1])
+    if not fits or not factors.is_floating_point():
         raise ValueError(
             f"expected one floating-point factor a sample, got {tuple(factors.shape)} {factors.dtype} for "
             f"{sorted({len(v) for v in values})} samples"
         )
-    return factors.contiguous()
+    return (factors if factors.dim() == 2 else factors.unsqueeze(0)).contiguous()
 
 
-def _sum(values: list[Tensor], factors: Tensor, outs: list[Tensor], add: bool, backend: Backend) -> None:
-    launches, left = list_launches([outs, values], [0] * len(values), 0, 0, backend, stacked=1, samples=len(factors))
+def _sum(
+    values: list[Tensor], factors: Tensor, rows: list[int], outs: list[Tensor], add: bool, backend: Backend
+) -> None:
+    samples = factors.shape[1]
+    launches, left = list_launches(
+        [outs, values], [0] * len(values), 0, 0, backend, stacked=1, samples=samples, factor_rows=rows
+    )
     for launch in launches:
         launch.run(
             _kept_sums_kernel,
             factors,
-            len(factors),
+            samples,
             O_DTYPE=launch.dtypes[0],
             V_DTYPE=launch.dtypes[1],
             ADD=add,
@@ -149,23 +176,27 @@ def _sum(values: list[Tensor], factors: Tensor, outs: list[Tensor], add: bool, b
         announce(
             partial(Launch, name=_kept_sums_kernel.__name__, family=CLIPPING, reads=[*read, factors], writes=written)
         )
-    for rows, members in _rows(values, left):
-        total = sums_by_torch(rows, factors)
-        for i, piece in zip(members, total.split([outs[i].numel() for i in members]), strict=True):
-            (outs[i].add_ if add else outs[i].copy_)(piece.view(outs[i].shape))
+    for row in dict.fromkeys(rows[i] for i in left):
+        for flat, members in _rows(values, [i for i in left if rows[i] == row]):
+            total = sums_by_torch(flat, factors[row])
+            for i, piece in zip(members, total.split([outs[i].numel() for i in members]), strict=True):
+                (outs[i].add_ if add else outs[i].copy_)(piece.view(outs[i].shape))
 
 
 def samples_at_once(factors: Tensor | None) -> int:
     """Return how many samples are loaded together. There are two kernels: for a single sample, and for more."""
-    return 1 if factors is None or len(factors) == 1 else SAMPLES_AT_ONCE
+    return 1 if factors is None or factors.shape[1] == 1 else SAMPLES_AT_ONCE
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def sum_of_samples(values, index, size, factors, samples, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return Σ_b factors_b · values_b at `index`, float32; without factors, load the sum. values: (samples, size)."""
+def sum_of_samples(values, index, size, factors, row, samples, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return Σ_b factors_b · values_b at `index`, float32; without factors, load the sum.
+
+    values: (samples, size); factors: (G, samples), of which `row` is taken.
+    """
     if factors is None:
         total = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
     else:
@@ -173,7 +204,7 @@ def sum_of_samples(values, index, size, factors, samples, AT_ONCE: tl.constexpr,
         for first in range(0, samples, AT_ONCE):
             for k in tl.static_range(AT_ONCE):
                 b = first + k
-                factor = tl.load(factors + b, mask=b < samples, other=0.0).to(tl.float32)
+                factor = tl.load(factors + row * samples + b, mask=b < samples, other=0.0).to(tl.float32)
                 # The load does not wait for the factor; what a sample without one holds is put aside afterwards.
                 # The interpreter of Triton 3.9 takes no mask that is made of a block's and a scalar's.
                 value = tl.load(values + b * size + index, mask=index < tl.where(b < samples, size, 0), other=0.0)
@@ -201,12 +232,13 @@ def _kept_sums_kernel(
 ):
     """Sum one chunk of one parameter per program. rows: (tensors, 2) pointers to out and values."""
     tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
-    size = size_at(extents + tensor * 2, ALIGNED)
+    size = size_at(extents + tensor * 3, ALIGNED)
     outs = pointer_at(rows + tensor * 2, O_DTYPE, ALIGNED)
     values = pointer_at(rows + tensor * 2 + 1, V_DTYPE, ALIGNED)
+    row = tl.load(extents + tensor * 3 + 2)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
-        total = sum_of_samples(values, index, size, factors, samples, AT_ONCE, BLOCK)
+        total = sum_of_samples(values, index, size, factors, row, samples, AT_ONCE, BLOCK)
         if ADD:
             total += tl.load(outs + index, mask=index < size, other=0.0).to(tl.float32)
         tl.store(outs + index, total.to(O_DTYPE), mask=index < size)
@@ -229,7 +261,7 @@ def _kept_norms_kernel(
 ):
     """Square a chunk of one sample per program. rows: (tensors,) pointers to (B, size); partials: (B, chunks)."""
     tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
-    size = size_at(extents + tensor * 2, ALIGNED)
+    size = size_at(extents + tensor * 3, ALIGNED)
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED) + sample * size
     count = chunk_size(first, size, CHUNK)
@@ -312,7 +344,9 @@ def projections(values: Sequence[Tensor], numbers: Sequence[int], *, backend: Ba
     batch = len(values[0])
     starts = [number * _STRIDE for number in numbers]
     total = torch.zeros((2, batch), dtype=torch.float64, device=values[0].device)
-    left = add_sums_of_chunks(_projections_kernel, values, starts, total, batch, backend=backend)
+    made, left = sums_of_chunks(_projections_kernel, values, starts, total.shape, batch, backend=backend)
+    for _, partials in made:
+        total += partials.sum(-1)
     for i in left:
         total[0] += _project(values[i], numbers[i])
         total[1] += row_norms_squared(values[i])
@@ -340,8 +374,8 @@ def _projections_kernel(
     rows: (tensors,) pointers to (B, size) values; partials: (2, B, chunks).
     """
     tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
-    size = size_at(extents + tensor * 2, ALIGNED)
-    number = tl.load(extents + tensor * 2 + 1)
+    size = size_at(extents + tensor * 3, ALIGNED)
+    number = tl.load(extents + tensor * 3 + 1)
     sample = (tl.program_id(0) // chunks).to(tl.int64)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED) + sample * size
     values += first

@@ -101,8 +101,8 @@ def _add_noise_kernel(
     BLOCK: tl.constexpr,
 ):
     tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
-    size = size_at(extents + tensor * 2, ALIGNED)
-    start = tl.load(extents + tensor * 2 + 1)
+    size = size_at(extents + tensor * 3, ALIGNED)
+    start = tl.load(extents + tensor * 3 + 1)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED)
     seed = tl.load(key)
     offset = tl.load(key + 1)

@@ -24,7 +24,8 @@ Both operands lie with K outermost ("MN-major"); Hopper's tensor cores take them
 without its copy engine load through pointers, in smaller steps.
 
 Weights of equal shapes and strides share a launch: a program finds its weight by one division, and only three pointers
-come from a table. Tensor descriptors are made on the device; making them on the host costs more than the launch itself.
+and the place of its factors come from a table. Tensor descriptors are made on the device; making them on the host costs
+more than the launch itself.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -130,6 +131,7 @@ def scaled_sums(
     xs: Sequence[Tensor],
     scale: Tensor,
     *,
+    rows: Sequence[int] = (),
     outs: Sequence[Tensor | None] | None = None,
     let_go_together: bool = False,
     backend: Backend = "auto",
@@ -137,10 +139,12 @@ def scaled_sums(
 ) -> list[Tensor]:
     """Return Σ_b scale_b · G_bᵀX_b of every pair, (p, d): float32 for half-precision inputs, else the inputs' dtype.
 
-    Sums are added to an `out` if given; no two may be the same tensor. `let_go_together`: the caller keeps none of
-    the others longer, so that they may share memory. `tiles` forces a configuration (for measurements).
+    scale: (B,), or (G, B); then `rows` says which row is each pair's. Sums are added to an `out` if given; no two may
+    be the same tensor. `let_go_together`: the caller keeps none of the others longer, so that they may share memory.
+    `tiles` forces a configuration (for measurements).
     """
-    given = outs or [None] * len(gs)
+    given, rows = outs or [None] * len(gs), rows or [0] * len(gs)
+    scale = scale if scale.dim() == 2 else scale.unsqueeze(0)
     # Pairs of one key share their checks and a launch: what is left for each pair is a few integers.
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (g, x, out) in enumerate(zip(gs, xs, given, strict=True)):
@@ -151,17 +155,18 @@ def scaled_sums(
     for members in groups.values():
         if backend != "torch" and _lacks_alignment(gs[members[0]], xs[members[0]]):
             for i in members:
-                results[i] = _sum_of_aligned(gs[i], xs[i], scale, given[i], backend, tiles)
+                results[i] = _sum_of_aligned(gs[i], xs[i], scale[rows[i]], given[i], backend, tiles)
             continue
         given_here = [out for i in members if (out := given[i]) is not None]
-        group = _SumGroup([gs[i] for i in members], [xs[i] for i in members], given_here, add=bool(given_here))
+        own_rows = [rows[i] for i in members]
+        group = _SumGroup([gs[i] for i in members], [xs[i] for i in members], own_rows, given_here, bool(given_here))
         group.check_outs(scale, let_go_together)
         results.update(zip(members, group.outs, strict=True))
         if use_triton(backend, group.gs[0].device, served=group.is_served(), why_not="dtype, T or strides"):
             launches.append(group)
         else:
-            for g, x, out in zip(group.gs, group.xs, group.outs, strict=True):
-                _torch(g, x, scale, out, group.add)
+            for g, x, row, out in zip(group.gs, group.xs, group.rows, group.outs, strict=True):
+                _torch(g, x, scale[row], out, group.add)
     if launches:
         _launch(launches, scale, tiles)
         announce(lambda: _described(launches, scale))
@@ -174,6 +179,7 @@ class _SumGroup:
 
     gs: list[Tensor]
     xs: list[Tensor]
+    rows: list[int]  # of the factors
     outs: list[Tensor]
     add: bool
 
@@ -182,8 +188,8 @@ class _SumGroup:
         g, x = self.gs[0], self.xs[0]
         if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:
             raise ValueError(f"expected g (B, T, p) and x (B, T, d), got {tuple(g.shape)} and {tuple(x.shape)}")
-        if scale.shape != g.shape[:1]:
-            raise ValueError(f"expected scale of shape {tuple(g.shape[:1])}, got {tuple(scale.shape)}")
+        if scale.shape[1] != g.shape[0]:
+            raise ValueError(f"expected scale for {g.shape[0]} samples, got it for {scale.shape[1]}")
         dtype = torch.promote_types(g.dtype, x.dtype)
         dtype = torch.float32 if dtype in _HALF else dtype
         shape = (g.shape[2], x.shape[2])
@@ -212,9 +218,11 @@ class _SumGroup:
         )
 
     def table(self, start: int) -> list[int]:
-        """Return pointers to g, x and out of every pair, from sample `start` on."""
+        """Return pointers to g, x and out of every pair, from sample `start` on, and the place of its first factor."""
         g_skip, x_skip = (start * each.stride(0) * each.element_size() for each in (self.gs[0], self.xs[0]))
-        return [n for g, x, out in zip(*self.pointers, strict=True) for n in (g + g_skip, x + x_skip, out)]
+        firsts = [row * len(self.gs[0]) + start for row in self.rows]
+        pairs = zip(*self.pointers, firsts, strict=True)
+        return [n for g, x, out, first in pairs for n in (g + g_skip, x + x_skip, out, first)]
 
 
 @allocates(GRADIENTS, "aten::empty")
@@ -341,8 +349,9 @@ def _scaled_sum_kernel(
     ACCUMULATE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute one BLOCK_M×BLOCK_N tile of one weight per program. table: (weights, 3) pointers to g, x and out."""
-    pointers = table + (tl.program_id(0) // tiles_each) * 3
+    """Compute one tile of one weight per program. table: (weights, 4) pointers to g, x and out, first factor."""
+    pointers = table + (tl.program_id(0) // tiles_each) * 4
+    scale += tl.load(pointers + 3)
     m, n = _place(tl.program_id(0) % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
     # Descriptors give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for
     # samples that are skipped, which are read at row T.
@@ -381,7 +390,7 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
     """Launch once for each group and at most _MAX_SAMPLES samples, with one table for all."""
     device = groups[0].gs[0].device
     scale = scale.float().contiguous()
-    parts = [(group, start) for group in groups for start in range(0, len(scale), _MAX_SAMPLES)]
+    parts = [(group, start) for group in groups for start in range(0, scale.shape[1], _MAX_SAMPLES)]
     tables = table_on(device, *(group.table(start) for group, start in parts))
     with launch_on(device):
         for (group, start), table in zip(parts, tables, strict=True):
@@ -394,7 +403,7 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
             tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
             _scaled_sum_kernel[(len(group.gs) * tiles_each,)](
                 table,
-                scale[start:] if start else scale,
+                scale,
                 min(batch - start, _MAX_SAMPLES),
                 length,
                 p,

@@ -21,7 +21,6 @@ from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,7 +41,7 @@ FINE_CUT = Cut(chunk=2048, block=1024)
 """Of lists that `CUT` leaves with too few programs to fill a GPU."""
 ENOUGH_PROGRAMS = 1024
 
-Pointers = npt.NDArray[np.int64]  # (columns, tensors)
+Pointers = list[list[int]]  # columns, of tensors
 Kinds = dict[tuple[Any, ...], list[int]]
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -78,8 +77,9 @@ def read_words(words: Tensor) -> tuple[tuple[int, int], list[float]]:
 class ListLaunch:
     """Arguments of one launch over the tensors `members` of a list.
 
-    arguments: key (seed, offset) and numbers; chunk_starts; extents (tensors, 2), elements and first element in the
-    noise stream; rows (tensors, columns), pointers; the number of tensors, and of steps that find one among them.
+    arguments: key (seed, offset) and numbers; chunk_starts; extents (tensors, 3), elements, first element in the noise
+    stream, and which row of factors is the tensor's; rows (tensors, columns), pointers; the number of tensors, and of
+    steps that find one among them.
     """
 
     members: list[int]
@@ -115,15 +115,17 @@ def list_launches(
     row: Tensor | None = None,
     stacked: int | None = None,
     samples: int = 1,
+    factor_rows: Sequence[int] = (),
     cut: Cut | None = None,
 ) -> tuple[list[ListLaunch], list[int]]:
     """Return launches for the tensors that the kernels serve, and the indices of the others.
 
     `columns`: lists of equal length. Tensors of one index have the same shape and device. Parameters come first, then
     gradients and state. `stacked`: the column with one such tensor for each of `samples`, one after the other.
-    `starts`: the number of each tensor's first element. Tensors of equal dtypes and alignment share a launch. Loops run
-    over whole columns, because this runs on the host in every step. `numbers`: what the kernel reads behind the key.
-    `row`: `words_of` key and numbers on the device, which the host fills later; a CUDA graph reads them from there.
+    `starts`: the number of each tensor's first element. `factor_rows`: the row of each one's factors; by default, 0.
+    Tensors of equal dtypes and alignment share a launch. Loops run over whole columns, because this runs on the host in
+    every step. `numbers`: what the kernel reads behind the key. `row`: `words_of` key and numbers on the device, which
+    the host fills later; a CUDA graph reads them from there.
     """
     sizes, pointers, kinds = _read(columns, starts, stacked, samples)
     launches: list[ListLaunch] = []
@@ -139,14 +141,13 @@ def list_launches(
         if not members:
             continue
         whole = len(members) == len(sizes)
-        chunk_starts, extents, programs, of_launch = _extents(
-            tuple(sizes if whole else [sizes[i] for i in members]),
-            tuple(starts if whole else [starts[i] for i in members]),
-            cut,
-            device,
+        of_each = (sizes, starts, factor_rows or [0] * len(sizes))
+        chosen = of_each if whole else [[column[i] for i in members] for column in of_each]
+        chunk_starts, extents, programs, of_launch = _extents(cut, device, *map(tuple, chosen))
+        chosen_pointers = pointers if whole else [[column[i] for i in members] for column in pointers]
+        key, table = table_on(
+            device, words_of((seed, offset), numbers), list(chain.from_iterable(zip(*chosen_pointers, strict=True)))
         )
-        rows = pointers.T if whole else pointers[:, members].T
-        key, table = table_on(device, words_of((seed, offset), numbers), np.ascontiguousarray(rows).reshape(-1))
         launches.append(
             ListLaunch(
                 members=members,
@@ -175,38 +176,34 @@ def _read(
 
     It goes column by column, so that a tensor is read while it is in the cache.
     """
-    count = len(columns[0])
-    if any(len(column) != count for column in columns):
+    if any(len(column) != len(columns[0]) for column in columns):
         raise ValueError(f"expected one tensor a parameter in every list, got {[len(each) for each in columns]}")
-    pointers, elements = np.empty((2, len(columns), count), dtype=np.int64)
+    pointers: Pointers = []
+    elements: list[list[int]] = []
     dtypes: list[set[torch.dtype]] = []
     in_order = True
-    for number, column in enumerate(columns):
-        pointers[number] = np.fromiter(map(Tensor.data_ptr, column), np.int64, count)
-        elements[number] = np.fromiter(map(Tensor.numel, column), np.int64, count)
+    for column in columns:
+        pointers.append(list(map(Tensor.data_ptr, column)))
+        elements.append(list(map(Tensor.numel, column)))
         dtypes.append(set(map(_DTYPE, column)))
         in_order = in_order and all(map(Tensor.is_contiguous, column))
-    each = np.array([[samples if number == stacked else 1] for number in range(len(columns))])
+    sizes = elements[0]
     if stacked == 0:
         found = {tensor.shape[0] for tensor in columns[0]}
         if found - {samples}:
             raise ValueError(f"expected as many samples, {samples}, in every tensor, got {sorted(found)}")
-        elements[0] = elements[0] // samples if samples else [tensor.shape[1:].numel() for tensor in columns[0]]
-        each[0] = 1
-    differ = (elements != elements[0] * each).any(0)
-    if differ.any():
-        i = int(differ.argmax())
-        shapes = [tuple(column[i].shape) for column in columns]
-        raise ValueError(f"parameter {i}: shapes differ, {shapes}, with {samples} samples")
-    sizes: list[int] = elements[0].tolist()
+        sizes = [n // samples for n in sizes] if samples else [tensor.shape[1:].numel() for tensor in columns[0]]
+    of_samples = [size * samples for size in sizes]
+    if any(found != (of_samples if number == stacked else sizes) for number, found in enumerate(elements)):
+        raise ValueError(f"shapes differ in {[[tuple(each.shape) for each in column] for column in columns]}")
     # Eight elements, of two bytes each at least: `pointer_at` and `size_at` may be told so.
-    aligned = (np.bitwise_or.reduce(pointers, axis=0) | 2 * elements[0]) % 16 == 0
+    all_aligned = (reduce(or_, chain(*pointers)) | 2 * reduce(or_, sizes)) % 16 == 0
     alike = len(set(map(Tensor.get_device, columns[0]))) == 1 and all(len(types) == 1 for types in dtypes)
-    if alike and in_order and reduce(or_, starts) % 4 == 0:  # as a rule
-        device, types = columns[0][0].device, tuple(next(iter(types)) for types in dtypes)
-        parts = {(device, of, True, types): np.flatnonzero(aligned == of).tolist() for of in (True, False)}
-        return sizes, pointers, {kind: members for kind, members in parts.items() if members}
-    return sizes, pointers, _kinds(columns, aligned.tolist(), starts)
+    if all_aligned and alike and in_order and reduce(or_, starts) % 4 == 0:  # as a rule
+        types = tuple(next(iter(types)) for types in dtypes)
+        return sizes, pointers, {(columns[0][0].device, True, True, types): list(range(len(sizes)))}
+    aligned = [reduce(or_, of_one, 2 * size) % 16 == 0 for size, *of_one in zip(sizes, *pointers, strict=True)]
+    return sizes, pointers, _kinds(columns, aligned, starts)
 
 
 def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Sequence[int]) -> Kinds:
@@ -225,14 +222,18 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
 
 @device_cache(64)
 def _extents(
-    sizes: tuple[int, ...], starts: tuple[int, ...], cut: Cut | None, device: torch.device
+    cut: Cut | None,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    starts: tuple[int, ...],
+    factor_rows: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, int, Cut]:
-    """Return chunk_starts, (elements, first element in the stream) of each, the number of chunks, and the cut."""
+    """Return chunk_starts, extents, the number of chunks, and the cut."""
     if cut is None:
         cut = CUT if sum(sizes) >= ENOUGH_PROGRAMS * CUT.chunk else FINE_CUT
     chunk_starts = [0, *accumulate(-(-size // cut.chunk) for size in sizes)]
     first, extents = table_on(
-        device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, strict=True))), wait=True
+        device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, factor_rows, strict=True))), wait=True
     )
     return first, extents, chunk_starts[-1], cut
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm  # torch's own, whatever F.layer_norm becomes
 
-from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_changed
+from dpscope.flash.gradients.contributions import Contribution, Kept, Outs, refuse_changed
 from dpscope.flash.gradients.paths import KEEP, Decision
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot
 from dpscope.flash.kernels.kept_gradients import kept_sums
@@ -316,8 +316,8 @@ class Derived(Later):
     def batch_size(self) -> int:
         return self.inner.batch_size
 
-    def launch_key(self) -> object:
-        return Derived
+    def launch_key(self) -> tuple[object, ...]:
+        return (Derived,)
 
     def check_unchanged(self, name: str) -> None:
         if self.rows is None and not self.is_as_recorded():
@@ -334,24 +334,26 @@ class Derived(Later):
         return self.squares
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        return self.clipped_sums([self], scale, [out])[0]
+        return self.clipped_sums([self], scale.unsqueeze(0), [0], [out])[0]
 
     def clipped_sums(
-        self, members: list[Any], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+        self, members: list[Any], scale: Tensor, rows: Sequence[int], outs: Outs, *, let_go_together: bool = False
     ) -> list[Tensor]:
-        kept = [values for member in members if (values := member.inner.per_sample) is not None]
-        made = iter(kept_sums(kept, scale) if kept else [])
+        kept = [(row, member) for row, member in zip(rows, members, strict=True) if type(member.inner) is Kept]
+        values = [member.inner.values for _, member in kept]
+        made = iter(kept_sums(values, scale, rows=[row for row, _ in kept]) if kept else [])
+        del values
         totals: dict[Derived, Tensor] = {}
-        for member in members:
+        for row, member in zip(rows, members, strict=True):
             member.square_parts()
             alone = member.inner.per_sample is None
-            totals[member] = member.inner.clipped_sum(scale, None) if alone else next(made)
+            totals[member] = member.inner.clipped_sum(scale[row], None) if alone else next(made)
             del member.inner  # x and g, if nobody else holds them
-        for rows in dict.fromkeys(member.rows for member in members):
-            own = sorted((member for member in members if member.rows is rows), key=lambda member: member.at.start)
+        for alike in dict.fromkeys(member.rows for member in members):
+            own = sorted((member for member in members if member.rows is alike), key=lambda member: member.at.start)
             whole = torch.cat([totals[member].flatten(1) for member in own]).unsqueeze(0)
-            if len(own) == len(rows.sizes):
-                form = rows.form
+            if len(own) == len(alike.sizes):
+                form = alike.form
             else:
                 form = RowForm(*map(torch.cat, zip(*(member.known() for member in own), strict=True)))
             # Where rows have another form no sample has a share: their sum is zero, and not 0 · NaN.

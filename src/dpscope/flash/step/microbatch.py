@@ -6,8 +6,9 @@ Inside a CUDA graph the host gives each replay its `StaticInputs`, and a replay 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_complex
-from dpscope.flash.gradients.norms import Factors, GroupedKept, SquaredNorms, clip_factors
+from dpscope.flash.gradients.norms import Factors, SquaredNorms, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -43,12 +44,14 @@ class SumBatch(NamedTuple):
     """Clipped sums that were made at once, in columns, because a step has hundreds of them and host time matters.
 
     The sum of parameter i is Σ_b factors_b·tensors[i]_b, with tensors[i]: (B, *shape), or tensors[i] itself where
-    factors is None. A sample whose factor is 0 is to be ignored: it may hold NaN.
+    factors is None. Of factors (G, B), it takes row rows[i]. A sample whose factor is 0 is to be ignored: it may hold
+    NaN.
     """
 
     parameters: list[nn.Parameter]
     tensors: list[Tensor]
     factors: Tensor | None
+    rows: Sequence[int] = ()
 
     def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return pairs of a parameter and its sum, where sums need no factors."""
@@ -126,9 +129,7 @@ class MicroBatch:
         norms = SquaredNorms(len(clip.bounds), self.size, device)
         for squared, some in normed:
             norms.add(squared, some)
-        self._small = GroupedKept(self._parts if len(clip.bounds) > 1 else (), self._groups)
-        self._small.add_to(norms)
-        norms.add_all(self._parts, self._groups, without=self._small.places)
+        norms.add_all(self._parts, self._groups)
         multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
         self.squared = norms.result()
         self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
@@ -146,51 +147,23 @@ class MicroBatch:
             clip.observe(found.norms, found.finite, clip.bounds if self._bounds is None else self._bounds),
         )
 
-    def _sum_small(self, into: RunningSum | None) -> SumBatch | None:
-        """Return the sums of small gradients of many groups, unless they are made already."""
-        small, self._small = self._small, GroupedKept((), ())
-        places = small.places
-        if not places or any(self._parts[at] is None for at in places):
-            return None
-        totals = small.sums(self.clipping.scale)
-        for at in places:
-            self._parts[at] = None
-        return SumBatch([self.parameters[at] for at in places], totals, None).added(into)
-
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """Yield the clipped sums: see `sum_parts`."""
         if group_bytes is None:
             group_bytes = self._group_bytes(factored)
-        device = self.clipping.scale.device.type
-        with no_autocast(device):
-            batch = self._sum_small(into)
-        if batch is not None:
-            yield batch
-        options = {"into": into, "factored": factored, "group_bytes": group_bytes}
-        batches = self._by_group(self.parameters, self._parts, self._groups, **options)
+        scale = self.clipping.scale
+        made = partial(sum_parts, into=into, factored=factored, group_bytes=group_bytes)
+        batches = made(self.parameters, self._parts, self._groups, scale)
         while True:
-            del batch
             self._refuse_other_rounding()
-            with no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
+            with no_autocast(
+                scale.device.type
+            ):  # for each batch of sums: the caller's code in between keeps its own mode
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
-
-    def _by_group(
-        self, parameters: list[nn.Parameter], parts: Combined, groups: Sequence[int], **options: Any
-    ) -> Iterator[SumBatch]:
-        """Yield the sums of parameters, one group of the clipping rule after the other, and release `parts`."""
-        scales = self.clipping.scale
-        if len(scales) == 1:
-            yield from sum_parts(parameters, parts, scales[0], **options)
-            return
-        for group in sorted({number for number, part in zip(groups, parts, strict=True) if part is not None}):
-            places = [at for at, number in enumerate(groups) if number == group and parts[at] is not None]
-            chosen = [parts[at] for at in places]
-            for at in places:
-                parts[at] = None
-            yield from sum_parts([parameters[at] for at in places], chosen, scales[group], **options)
+            del batch
 
     def _refuse_other_rounding(self) -> None:
         """Refuse a change of the products' rounding since the norms were taken: the sums might exceed the bound."""
@@ -224,18 +197,20 @@ class MicroBatch:
             self._parts[at] = None
         self._refuse_other_rounding()
         with torch.no_grad(), no_autocast(self.clipping.scale.device.type):
-            batches = self._by_group(chosen, parts, [self._groups[at] for at in places], into=None)
+            groups = [self._groups[at] for at in places]
+            batches = sum_parts(chosen, parts, groups, self.clipping.scale, into=None)
             return dict(pair for batch in batches for pair in batch.items())
 
     def sums_of_others(self, slots: Sequence[Slot], parts: Combined, into: RunningSum | None) -> Iterator[SumBatch]:
         """Return the clipped sums of parameters whose norms were given, from contributions that were made again."""
         groups = [self._clip.group_of(slot.name) for slot in slots]
-        return self._by_group([slot.parameter for slot in slots], parts, groups, into=into)
+        return sum_parts([slot.parameter for slot in slots], parts, groups, self.clipping.scale, into=into)
 
 
 def sum_parts(
     parameters: list[nn.Parameter],
     parts: Combined,
+    groups: Sequence[int],
     scale: Tensor,
     *,
     into: RunningSum | None,
@@ -244,31 +219,34 @@ def sum_parts(
 ) -> Iterator[SumBatch]:
     """Yield the clipped sums, every parameter once. A batch's parts are taken from `parts` before it is yielded.
 
-    `factored`: kept per-sample gradients are yielded unchanged, with the factors, so that a fused update may sum them
-    in its own pass. `into`: running sums, to which the sums are added. Sums keep the dtype that they were accumulated
-    in, so that noise is added before they are rounded to a half-precision parameter's dtype.
+    `groups`: of the clipping rule, for each parameter; `scale`: (G, B). `factored`: kept per-sample gradients are
+    yielded unchanged, with the factors, so that a fused update may sum them in its own pass. `into`: running sums, to
+    which the sums are added. Sums keep the dtype that they were accumulated in, so that noise is added before they are
+    rounded to a half-precision parameter's dtype.
     """
-    for group in _groups(parameters, parts, group_bytes):
-        chosen = [parameters[index] for index in group]
+    for places in _groups(parameters, parts, group_bytes):
+        chosen, rows = [parameters[at] for at in places], [groups[at] for at in places]
         # No variable here holds what the sums are made of while they are handed out.
-        yield _sum_group(chosen, parts, group, scale, into=into, factored=factored)
+        yield _sum_group(chosen, parts, places, scale, rows, into=into, factored=factored)
 
 
 def _groups(parameters: list[nn.Parameter], parts: Combined, group_bytes: int) -> list[list[int]]:
     """Group parameters whose sums are made together. Per-sample gradients that are kept come first."""
-    open_groups: dict[object, list[int]] = {}
-    sizes: dict[object, int] = {}
-    full: list[list[int]] = []
-    for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+    kinds: dict[tuple[object, ...], dict[tuple[object, ...], list[int]]] = {(Kept,): {}}
+    for index, part in enumerate(parts):
         if part is not None:
             key = part.launch_key()
-            open_groups.setdefault(key, []).append(index)
-            sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
-            if sizes[key] >= group_bytes:
-                full.append(open_groups.pop(key))
-                del sizes[key]
-    groups = [*full, *open_groups.values()]
-    return sorted(groups, key=lambda group: getattr(parts[group[0]], "per_sample", None) is None)
+            kinds.setdefault(key[:1], {}).setdefault(key, []).append(index)
+    groups: list[list[int]] = []
+    for alike in kinds.values():
+        size = group_bytes
+        for index in chain.from_iterable(alike.values()):  # those of one launch one after the other
+            if size >= group_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(index)
+            size += 4 * parameters[index].numel()
+    return groups
 
 
 def _sum_group(
@@ -276,6 +254,7 @@ def _sum_group(
     parts: Combined,
     places: list[int],
     scale: Tensor,
+    rows: list[int],
     *,
     into: RunningSum | None,
     factored: bool,
@@ -285,12 +264,12 @@ def _sum_group(
         parts[at] = None
     kept = [values for part in taken if (values := part.per_sample) is not None]
     if kept and factored:
-        return SumBatch(parameters, kept, scale)
+        return SumBatch(parameters, kept, scale, rows)
     outs = [into(p) if into else None for p in parameters]
     # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
     if kept:
-        return SumBatch(parameters, kept_sums(kept, scale, outs=outs), None)
-    made = taken[0].clipped_sums(taken, scale, outs, let_go_together=factored)
+        return SumBatch(parameters, kept_sums(kept, scale, rows=rows, outs=outs), None)
+    made = taken[0].clipped_sums(taken, scale, rows, outs, let_go_together=factored)
     return SumBatch(parameters, made, None)
 
 

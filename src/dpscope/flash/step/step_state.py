@@ -70,6 +70,7 @@ from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.padding.rows import Rows
 from dpscope.flash.ranks.ranks import WHOLE_SAMPLES
 from dpscope.flash.torch_side.attributes import temporarily
+from dpscope.flash.torch_side.autograd_graph import in_backward
 from dpscope.flash.torch_side.shards import as_part_of, local
 
 Recorded = list[tuple[Slot, list[Contribution]]]  # what a micro-batch's backward passes have left
@@ -156,9 +157,9 @@ class StepState:
         return None if self._micro_batch is CLOSED else self._size
 
     @property
-    def opened_size(self) -> int | None:
-        """Number of samples of a micro-batch that no backward pass has reached; None if there is none."""
-        return self._size if self._micro_batch is OPENED else None
+    def running_size(self) -> int | None:
+        """Number of samples of a forward pass before backward, or of a checkpoint's rerun in it; None elsewhere."""
+        return self._size if self._micro_batch is OPENED or in_backward() else None
 
     @property
     def draw_goes_on(self) -> bool:

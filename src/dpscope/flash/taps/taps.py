@@ -222,7 +222,7 @@ class LayerTap(TapOfSamples):
         if True not in live:
             return self.original(x)
         engine = self.engine
-        if x.dim() not in self.known or x.shape[0] != engine.state.opened_size:
+        if x.dim() not in self.known or x.shape[0] != engine.state.running_size:
             blocks = self.blocks_in(x, engine.forwards.batch_for(self, (x,), {}))
             if blocks is not None:
                 return self(blocks).flatten(0, 1)

@@ -176,12 +176,14 @@ def _collect(
     waiting, factors = 0, batch.factors
     owners = [id(p) if p.requires_grad and id(p) in group_of else None for p in batch.parameters]
     numbers = [None if owner is None else id(group_of[owner]) for owner in owners]
-    for number, (parameters, sums) in _split(numbers, batch.parameters, batch.tensors):
+    factor_rows = batch.rows or [0] * len(owners)
+    for number, (parameters, sums, rows) in _split(numbers, batch.parameters, batch.tensors, [*factor_rows]):
         if number is None:
             continue
         piece = pieces.setdefault((number, factors is None), _Piece(group_of[id(parameters[0])], factors))
         piece.parameters += parameters
         piece.sums += sums
+        piece.factor_rows += rows
         piece.starts += map(starts.__getitem__, map(id, parameters))
         # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
         waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
@@ -193,18 +195,19 @@ class _Piece:
     """Parameters of one group, with their sums, on their way to one launch."""
 
     group: _Group
-    factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
+    factors: Tensor | None  # of the samples whose gradients stand for the sums, (B,), or (G, B)
     parameters: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
+    factor_rows: list[int] = field(default_factory=list)
 
     def split(
         self, values: Sequence[_Value], states: list[list[Tensor]]
     ) -> Iterator[tuple[_Value, _Piece, Sequence[list[Tensor]]]]:
         """Split the piece and the columns of its states by equal values. Of shards, take this rank's parts."""
-        columns: list[list[Any]] = [self.parameters, self.sums, self.starts, *states]
-        for value, (parameters, sums, starts, *of_state) in _split(values, *columns):
-            piece = _Piece(self.group, self.factors, local_parts(parameters), sums, starts)
+        columns: list[list[Any]] = [self.parameters, self.sums, self.starts, self.factor_rows, *states]
+        for value, (parameters, sums, starts, rows, *of_state) in _split(values, *columns):
+            piece = _Piece(self.group, self.factors, local_parts(parameters), sums, starts, rows)
             yield value, piece, list(map(local_parts, of_state))
 
 
@@ -235,8 +238,9 @@ def _launch(
     kernel: Callable[..., None], part: _Piece, columns: Sequence[Any], row: Tensor | None, taken: _Step, **options: Any
 ) -> None:
     """Update the parameters of a piece, whose states are `columns`."""
-    where = {"starts": part.starts, "factors": part.factors, "row": row, "maximize": part.group["maximize"]}
-    kernel(part.parameters, part.sums, *columns, **where, **options, **taken.privacy)
+    where = {"starts": part.starts, "factors": part.factors, "factor_rows": part.factor_rows, "row": row}
+    options |= {"maximize": part.group["maximize"], **taken.privacy}
+    kernel(part.parameters, part.sums, *columns, **where, **options)
 
 
 def _sgd(piece: _Piece, step: _Step) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
+from dpscope.flash.gradients import contributions, norms
+from dpscope.flash.step import microbatch
 from tests.unit.flash.agreement import one_loss
 from tests.unit.flash.checkpointed_models import KINDS, OneBlock, how
 from tests.unit.flash.private_training import make_private, sgd
@@ -73,6 +76,39 @@ def test_after_backward_only_sums_are_left_of_the_block() -> None:
             assert {p for batch in done.sums for p in batch.parameters} == set(model.block.parameters())
             assert (done.input is None, done.grads == []) == ((True, True) if step else (False, False))
             engine.finish()
+
+
+def test_all_layers_of_a_block_are_normed_and_summed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    for module, name in (
+        (microbatch, "many_bias_sums"),
+        (norms, "kept_norms_apart"),
+        (norms, "gram_norms_apart"),
+        (microbatch, "kept_sums"),
+        (contributions, "scaled_sums"),
+    ):
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=plain, **k: calls.update([n]) or f(*a, **k))
+    model, x = make()
+    with FlashEngine(model, clipping="per_layer", path="gram", memory_budget="lean") as engine:
+        loss = losses(model, x).mean()
+        calls.clear()  # of the self-test
+        loss.backward()
+        assert engine.blocks is not None
+        engine.blocks.flush()
+        assert set(calls.values()) == {1}
+        assert len(calls) == 5
+
+
+def test_a_block_that_is_not_summed_after_all_holds_sums_and_not_what_they_are_made_of() -> None:
+    model, x = OneBlock(), torch.randn(4, 64, 6)
+    with FlashEngine(model, max_grad_norm=ACROSS, clipping="per_group", memory_budget="lean") as engine:
+        losses(model, x).mean().backward()
+        assert engine.blocks is not None
+        engine.blocks.flush()
+        held = [part for slot, part in engine.contributions() if slot.name.startswith("block")]
+        assert held
+        assert all(part.summed_later is None for part in held)
 
 
 def test_micro_batches_add_up_and_a_dropped_one_leaves_nothing() -> None:

@@ -205,6 +205,22 @@ def test_per_sample_gradients_step_as_their_clipped_sum_does(
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_each_parameter_may_have_factors_of_its_own(kind: str, backend: str) -> None:
+    factors, rows = torch.rand(3, 2), [index % 3 for index in range(len(SHAPES))]
+    values, params = [torch.randn(2, *shape) for shape in SHAPES], fresh()
+    expected = [param.clone() for param in params]
+    sums = [reference.kept_sum(v, factors[row]).float() for v, row in zip(values, rows, strict=True)]
+    for targets, given, options in ((expected, sums, {}), (params, values, {"factors": factors, "factor_rows": rows})):
+        if kind == "sgd":
+            fused_sgd_(targets, given, lr=0.1, noise_std=0.7, backend=backend, **options)
+        else:
+            moments = (zeros(), zeros())
+            fused_adam_(targets, given, *moments, step=1, lr=0.1, eps=0.1, noise_std=0.7, backend=backend, **options)
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
 @pytest.mark.parametrize("left_out", [0.0, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_samples_without_a_factor_leave_the_step_to_the_others_and_the_noise(

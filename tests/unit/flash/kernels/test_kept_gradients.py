@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels import triton_runtime
-from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
+from dpscope.flash.kernels.kept_gradients import kept_norms_apart, kept_norms_squared, kept_sums
 from tests.unit.flash.kernels import kernel_references as reference
 
 SHAPES = [(13, 7), (3001,), (), (5,), (4, 3, 2), (16, 24)]
@@ -32,6 +32,19 @@ def test_norms_are_of_what_is_stored(batch: int, dtype: torch.dtype, backend: st
     got = kept_norms_squared(values, backend=backend)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, reference.kept_norms_squared(values), **NORM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_each_tensor_by_itself(dtype: torch.dtype, backend: str) -> None:
+    """One has several chunks, one no elements, and one is not finite in a sample."""
+    values = [*stored(3, dtype), torch.ones(3, 0)]
+    values[3][1] = torch.nan
+    backend = "torch" if dtype == torch.float64 else backend
+    found = kept_norms_apart(values, backend=backend)
+    got = {at: squares for members, rows in found for at, squares in zip(members, rows, strict=True)}
+    for at, each in enumerate(values):
+        wanted = reference.kept_norms_squared([each])
+        torch.testing.assert_close(got.get(at, torch.zeros_like(wanted)), wanted, equal_nan=True, **NORM)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,6 +82,16 @@ def test_sums_have_each_sample_by_its_factor(batch: int, dtype: torch.dtype, bac
     for got, v in zip(kept_sums(values, factors, backend=backend), values, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, reference.kept_sum(v, factors).float(), **SUM)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("into", [False, True])
+def test_tensors_of_one_launch_have_factors_of_their_own(into: bool, batch: int, backend: str) -> None:
+    values, factors, rows = stored(batch), torch.rand(3, batch, dtype=torch.float64), [2, 0, 1, 1, 0, 2]
+    outs = [torch.zeros(v.shape[1:]) if into else None for v in values]
+    found = kept_sums(values, factors, rows=rows, outs=outs, backend=backend)
+    for got, v, row in zip(found, values, rows, strict=True):
+        torch.testing.assert_close(got, reference.kept_sum(v, factors[row]).float(), **SUM)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6])

@@ -203,6 +203,22 @@ def test_every_weight_gets_its_own_sum(batch: int, length: int, backend: Backend
         assert_sum(got, g, x, scale)
 
 
+@pytest.mark.parametrize("batch", [3, 70])
+def test_weights_of_one_launch_have_factors_of_their_own(batch: int, backend: Backend) -> None:
+    """More samples than one launch takes; one weight leaves out a sample that is not finite, the others its zeros."""
+    gs, xs = pairs(batch, 17)
+    scale, rows = torch.rand(3, batch) + 0.1, [2, 0, 1, 2]
+    expected = [g.clone() for g in gs]
+    scale[1, 2], gs[2][2] = 0.0, torch.nan
+    expected[2][2] = 0.0
+    launches: list[Launch] = []
+    with hearing(launches.append):
+        found = scaled_sums(gs, xs, scale, rows=rows, backend=backend, tiles=SMALL)
+    for got, g, x, row in zip(found, expected, xs, rows, strict=True):
+        assert_sum(got, g, x, scale[row])
+    assert len(launches) == (backend == "triton")
+
+
 def test_sums_are_added_to_what_is_there(backend: Backend) -> None:
     """Some of one shape with an `out`, some without."""
     gs, xs = pairs(2, 16)
