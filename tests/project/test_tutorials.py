@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from click.testing import CliRunner
@@ -70,16 +71,21 @@ def libraries():
         importlib.import_module(name)
 
 
+@cache
+def cells_of(source):
+    return jupytext.read(source).cells
+
+
 def prose_of(source):
     """The Markdown of a tutorial, without its code blocks and the table that benchmarks/headline.pys."""
-    cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown"]
+    cells = [cell.source for cell in cells_of(source) if cell.cell_type == "markdown"]
     text = re.sub(r"<!-- headline: begin -->.*?<!-- headline: end -->", "", "\n\n".join(cells), flags=re.DOTALL)
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 def commands_in(source):
     """Every command in a block of shell, one a line, without comments; lines that end in a backslash go on."""
-    text = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
+    text = re.sub(r"^# ?", "", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     lines = [line.strip() for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
     return [re.sub(r"\s+#.*$", "", line) for line in lines if line and not line.startswith("#")]
@@ -174,7 +180,7 @@ def test_the_chinese_lesson_has_the_code_of_the_english_one(source, build):
 def test_no_emphasis_is_broken(source):
     """Stars that Markdown does not take for emphasis stay in the text: `**so：**then` in Chinese is such a trap."""
     rendered = pytest.importorskip("markdown_it").MarkdownIt().enable("table")
-    for cell in jupytext.read(source).cells:
+    for cell in cells_of(source):
         if cell.cell_type == "markdown":
             inline = [token for token in rendered.parse(cell.source) if token.type == "inline"]
             texts = [child.content for token in inline for child in token.children if child.type == "text"]
