@@ -231,7 +231,8 @@ def test_compiled_blocks_that_are_given_masks_in_captures_alone_are_captured(met
     blocks = find_blocks(module := workload.model().cuda())
     for block in blocks:
         block.compile()
-    trainer = load_trainer(resolve_method(method))(module, workload.loss, TrainerSettings(cuda_graph=True))
+    settings = TrainerSettings(batch_size=4, cuda_graph=True)
+    trainer = load_trainer(resolve_method(method))(module, workload.loss, settings)
     batch = workload.batch(0, torch.device("cuda"))
     losses = [trainer.train_step(batch) for _ in range(6)]
     assert all(map(math.isfinite, losses))

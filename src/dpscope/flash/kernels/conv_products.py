@@ -5,9 +5,10 @@ With x: (B, k, C, H, W) padded, k images a sample, and g: (B, k, O, OH, OW),
     V_b[o, c, i, j] = Σ_{image, y, x} g[b, image, o, y, x] · X[b, image, c, y·s + i·d, x·s + j·d]
 
 is a product of g (O × positions) and windows of x (positions × C·kernel) that is loaded window by window: no patch is
-ever written. Two kernels share that product:
+ever written. Three kernels share that product:
 
     _conv_products_kernel   V_b of one sample a program: stored with its squares, or squared and dropped
+    _conv_norms_kernel      squares of some samples' V_b in turn, of short samples and where directions are measured
     _conv_sum_kernel        Σ_b c_b V_b: the factor multiplies a sample's whole tile, in float32
 
 Guarantee: norms are of the values that are stored, after their rounding, or of products that `_conv_sum_kernel` makes
@@ -30,33 +31,32 @@ load.
 Served: bfloat16, float16 and float32, one or two spatial dimensions. For anything else callers use another path.
 """
 
-# Kernels are typed by Triton, not by Python.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_zeros  # torch's own, whatever F.pad becomes
 
+from dpscope.flash.kernels.conv_kernels import (
+    _conv_norms_kernel,
+    _conv_products_kernel,
+    _conv_sum_kernel,
+    _shifted_copy_kernel,
+)
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
-    constant,
     device_index,
-    dot,
     has_triton,
-    jit,
     launch_on,
     stages_that_fit,
-    tl,
     use_triton,
 )
 from dpscope.flash.torch_side import dry_run
@@ -69,16 +69,18 @@ DIRECT_CALLS = (3, 6)
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
 
-LEAST_COPIES = 2**25
+FEW_POSITIONS = 128
+"""Positions up to which a program takes a sample's norm in so few steps that it goes on with other samples."""
+
+LEAST_COPIES = 2**26
 """Bytes of copies below which a launch costs more than they do."""
 FEWEST_PROGRAMS = 160
 """Programs of a launch that an H200 runs in the time of one, or nearly."""
 
 _COPY_BLOCK = 1024  # elements a program writes to each copy
 
-_PROGRAMS = 264  # that fill an H200 twice: with fewer, sums are made of parts of the batch
-_LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
-_SHRINK, _GROW = constant(2.0**-75), constant(2.0**100)
+_PROCESSORS = 132  # of an H200: sums are made of parts of the batch that fill them once, or else twice
+_TURNS = 4224  # warps of programs that take turns on an H200: each makes several samples, one after the other
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ class ConvTiles(NamedTuple):
     num_stages: int
 
 
-FOR_NORMS, FOR_VALUES, FOR_SUM = "norms", "kept", "sum"
-"""What is made of the products."""
+FOR_NORMS, FOR_DIRECTIONS, FOR_VALUES, FOR_SUM = "norms", "directions", "kept", "sum"
+"""What is made of the products: norms alone, norms and products with directions, values besides, or a sum."""
 
 
 def default_tiles(p: int, d: int, length: int, work: str, *, pointwise: bool) -> ConvTiles:
@@ -134,13 +136,14 @@ def default_tiles(p: int, d: int, length: int, work: str, *, pointwise: bool) ->
     block_o, block_n = _block(p), _block(d)
     if work == FOR_NORMS and p >= 128 and d >= 256:
         return ConvTiles(128, 256, 32, 8, 3)
+    # A tile of directions takes as many registers as one of products.
+    if work == FOR_DIRECTIONS or (not pointwise and block_o == 64 and d >= 256):
+        return ConvTiles(min(64, block_o), 128 if d >= 256 else block_n, 32, 4, 3)
     if pointwise and length >= LONG_IMAGES:
         wide = block_o == block_n == 128
         return (
             ConvTiles(block_o, block_n, 64, 8, 3) if wide else ConvTiles(min(64, block_o), min(64, block_n), 64, 4, 4)
         )
-    if not pointwise and block_o == 64 and d >= 256:
-        return ConvTiles(64, 128, 32, 4, 3)
     if pointwise or block_o < 128:
         return ConvTiles(block_o, min(64, block_n), 32, 4, 3)
     if work == FOR_SUM and block_n == 128:
@@ -167,10 +170,23 @@ class _Plan(NamedTuple):
     rows: int  # of a copy
     copied: int  # bytes of all copies; 0 for a kernel of one element, which needs none
     picks: bool  # whether such a kernel leaves out places of x, or adds some
+    turns: int  # programs that make several samples, one after the other; 0: each makes one
     flops: int
     integers: tuple[int, ...]
     constants: Mapping[str, int | str]
     copying: Mapping[str, int]  # constants of the kernel that makes the copies
+
+    @property
+    def sum_programs(self) -> int:
+        """Programs of a sum. Each part of the batch has its own sum, so that few parts have less to write."""
+        once = _PROCESSORS // self.tiles * self.tiles
+        alone = self.constants["num_warps"] == 8  # on a processor
+        return _PROCESSORS if alone and once >= 0.95 * _PROCESSORS else 2 * _PROCESSORS
+
+    def shared_out(self, programs: int) -> tuple[int, int]:
+        """Return the samples of each share of the batch, and how many shares give at most so many programs."""
+        each = -(-self.batch // max(1, min(self.batch, programs // self.tiles)))
+        return each, -(-self.batch // each)
 
 
 @lru_cache(maxsize=1024)  # asked by every layer in every step
@@ -209,7 +225,9 @@ def _plan(
     flops = 2 * batch * images * length * at.groups * p * d
     planes = math.prod(x[1:-n])  # channels of all images of a sample
     copied = batch * planes * copies * rows * (g[-1] + missing) * dtype.itemsize if kernel > 1 else 0
-    sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies
+    in_turns = work == FOR_DIRECTIONS or (work == FOR_NORMS and images * length <= FEW_POSITIONS)
+    turns = _TURNS // tiles.num_warps if in_turns else 0
+    sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies, turns
     copying = {"PHASES": copies // at.kernel[-1], "KERNEL_W": at.kernel[-1], "WORD": word, "BLOCK": _COPY_BLOCK // word}
     copying |= {"num_warps": 4, "num_stages": 1}
     return _Plan(work, *sizes, flops, tuple(integers), constants, copying)
@@ -320,17 +338,24 @@ def conv_products(
     Parts are (B, n) float64, to be added up. With `directions`, (O, d) float32, they are (B, columns, 3, O): of each
     row the squares, the sum, and the product with its direction.
     """
-    work, new = FOR_NORMS if dtype is None else FOR_VALUES, product.g.new_empty
-    plan = product.plan(work)
+    new = product.g.new_empty
+    without_values = FOR_NORMS if directions is None else FOR_DIRECTIONS
+    plan = product.plan(without_values if dtype is None else FOR_VALUES)
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
     for samples, x, g, some in product.pieces(plan):
         squares, kept = _some(parts, samples), None if values is None else _some(values, samples)
-        operands = (x, g, kept, squares, directions)
-        launch(_conv_products_kernel, some.batch * some.tiles, operands, some.integers, some.constants)
-        _announce(_conv_products_kernel, [x, g], [squares] if kept is None else [squares, kept], some)
-        del x, g, operands  # before the next copies are made
+        written = [squares] if kept is None else [squares, kept]
+        if some.turns:
+            kernel, (each, shares) = _conv_norms_kernel, some.shared_out(some.turns)
+            integers = (some.batch, each, *some.integers)
+            launch(kernel, shares * some.tiles, (x, g, squares, directions), integers, some.constants)
+        else:
+            kernel = _conv_products_kernel
+            launch(kernel, some.batch * some.tiles, (x, g, kept, squares, directions), some.integers, some.constants)
+        _announce(kernel, [x, g], written, some)
+        del x, g  # before the next copies are made
     return values, parts
 
 
@@ -340,8 +365,7 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     total: Tensor | None = None
     scale = scale.contiguous()
     for samples, x, g, plan in product.pieces(product.plan(FOR_SUM)):
-        each = -(-plan.batch // max(1, min(plan.batch, _PROGRAMS // plan.tiles)))  # samples a program
-        parts = -(-plan.batch // each)
+        each, parts = plan.shared_out(plan.sum_programs)
         sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
         factors = _some(scale, samples)
         integers = (plan.batch, each, MIN_SCALE, *plan.integers)
@@ -394,157 +418,3 @@ def launch(
 
 def _announce(kernel: Any, reads: list[Tensor], writes: list[Tensor], plan: _Plan) -> None:
     announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=plan.flops))
-
-
-# -- Triton ------------------------------------------------------------------------------------------------------------
-
-
-_COPY_INTEGERS = (
-    "blocks", "channels", "height", "width", "rows", "words", "width_out", "stride", "step", "top", "left", "tap",
-)  # fmt: skip
-
-
-@partial(jit, do_not_specialize=_COPY_INTEGERS)
-def _shifted_copy_kernel(
-    x, made, blocks, channels, height, width, rows, words, width_out, stride, step, top, left, tap,
-    PHASES: tl.constexpr, KERNEL_W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write some words of an image to all copies. x: (images, C, H, W), made: (images, C, copies, rows, line).
-
-    A thread writes a word of WORD elements at once, and finds its place once for all of them.
-    """
-    image = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    channel = at // (rows * words)
-    place = at % (rows * words)
-    area = rows * words * WORD
-    y = (place // words) * stride - top
-    along = tl.arange(0, WORD)[None, :]
-    column = ((place % words) * WORD)[:, None] + along
-    here = channel < channels
-    source = x + ((image * channels + channel) * height * width)[:, None]
-    target = made + ((image * channels + channel) * (PHASES * KERNEL_W) * area + place * WORD)[:, None] + along
-    for phase in tl.static_range(PHASES):
-        row = y + phase
-        inside = (here & (row >= 0) & (row < height))[:, None] & (column < width_out)
-        for j in tl.static_range(KERNEL_W):
-            left_of = column * step + j * tap - left
-            found = inside & (left_of >= 0) & (left_of < width)
-            value = tl.load(source + (row * width)[:, None] + left_of, mask=found, other=0.0)
-            tl.store(target + (phase * KERNEL_W + j) * area, value, mask=here[:, None])
-
-
-@jit
-def _place(
-    tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Return rows and columns of a tile, and where a column's window begins in a group's channels."""
-    columns = tl.cdiv(d, BLOCK_N)
-    o = (tile // columns) * BLOCK_O + tl.arange(0, BLOCK_O)
-    n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
-    i = (n % kernel) // kernel_w * down
-    copy = (n // kernel) * copies + (i % stride) * kernel_w + n % kernel_w
-    return o, n, (copy * rows + i // stride) * line
-
-
-@jit
-def _multiply(x, g, window, o, first, o_in, n_in, whole, acc, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return acc + g·windows over the positions from `first` on. x, g: of one image's group."""
-    t = first + tl.arange(0, BLOCK_K)
-    g_tile = tl.load(g + (o[:, None] * whole + t[None, :]), mask=o_in[:, None] & (t < whole)[None, :], other=0.0)
-    x_tile = tl.load(x + (window[None, :] + t[:, None]), mask=(t < whole)[:, None] & n_in[None, :], other=0.0)
-    return dot(g_tile, x_tile, acc, PRECISION)
-
-
-@jit
-def squares_of(acc):
-    """Return a tile, scaled by a power of two if its squares need it, the squares of its rows, and 1 / scale."""
-    largest = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)
-    factor = tl.where(largest > _LARGE, _SHRINK, tl.where(largest < _SMALL, _GROW, 1.0))
-    acc = acc * factor
-    return acc, tl.sum(acc * acc, axis=1), 1.0 / factor.to(tl.float64)
-
-
-_INTEGERS = (
-    "images", "lines", "words", "rows", "copies", "p", "d", "channels", "groups", "kernel", "kernel_w", "stride",
-    "down",
-)  # fmt: skip
-
-
-@partial(jit, do_not_specialize=_INTEGERS)
-def _conv_products_kernel(
-    x, g, values, parts, directions,
-    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Compute one tile of one sample's group per program."""
-    columns = tl.cdiv(d, BLOCK_N)
-    tiles = tl.cdiv(p, BLOCK_O) * columns
-    tile = tl.program_id(0) % tiles
-    b = (tl.program_id(0) // tiles // groups).to(tl.int64)
-    group = tl.program_id(0) // tiles % groups
-    line = words * WORD
-    whole = lines * line
-    o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
-    o_in, n_in = o < p, n < d
-    row = group * p + o
-    acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    for image in range(images):
-        at = b * images + image
-        own_x = x + (at * groups + group) * channels * copies * rows * line
-        own_g = g + (at * groups + group) * p * whole
-        for first in range(0, whole, BLOCK_K):
-            acc = _multiply(own_x, own_g, window, o, first, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
-    inside = o_in[:, None] & n_in[None, :]
-    if values is not None:
-        rounded = acc.to(values.dtype.element_ty)
-        places = (b * groups * p + row)[:, None] * d + n[None, :]
-        tl.store(values + places, rounded, mask=inside)
-        acc = rounded.to(tl.float32)
-    acc, squares, back = squares_of(acc)
-    if directions is None:
-        tl.store(parts + tl.program_id(0), tl.sum(squares, axis=0).to(tl.float64) * back * back)
-    else:
-        outs = groups * p
-        direction = tl.load(directions + row.to(tl.int64)[:, None] * d + n[None, :], mask=inside, other=0.0)
-        along = tl.sum(acc * direction, axis=1)
-        slots = parts + (b * columns + tile % columns) * 3 * outs + row
-        tl.store(slots, squares.to(tl.float64) * back * back, mask=o_in)
-        tl.store(slots + outs, tl.sum(acc, axis=1).to(tl.float64) * back, mask=o_in)
-        tl.store(slots + 2 * outs, along.to(tl.float64) * back, mask=o_in)
-
-
-@partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))
-def _conv_sum_kernel(
-    x, g, totals, scale, batch, each, min_scale,
-    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Sum one tile over `each` samples per program. totals: (parts, groups·p, d)."""
-    tiles = tl.cdiv(p, BLOCK_O) * tl.cdiv(d, BLOCK_N)
-    tile = tl.program_id(0) % tiles
-    group = tl.program_id(0) // tiles % groups
-    part = tl.program_id(0) // tiles // groups
-    line = words * WORD
-    whole = lines * line
-    o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
-    o_in, n_in = o < p, n < d
-    row = group * p + o
-    total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    steps = tl.cdiv(whole, BLOCK_K)
-    first_sample = part * each
-    # One loop over all samples: a loop for each would drain and refill the pipeline between them.
-    for at in range(first_sample * images * steps, min(batch, first_sample + each) * images * steps):
-        image = (at // steps).to(tl.int64)
-        k = at % steps
-        own_x = x + (image * groups + group) * channels * copies * rows * line
-        own_g = g + (image * groups + group) * p * whole
-        acc = _multiply(own_x, own_g, window, o, k * BLOCK_K, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
-        if (k == steps - 1) & ((image + 1) % images == 0):
-            factor = tl.load(scale + image // images).to(tl.float32)
-            # A sample without a factor may hold NaN: it is put aside, not multiplied by zero.
-            total = tl.where(tl.abs(factor) >= min_scale, total + factor * acc, total)
-            acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    places = totals + (part.to(tl.int64) * groups * p + row)[:, None] * d + n[None, :]
-    tl.store(places, total, mask=o_in[:, None] & n_in[None, :])

@@ -63,6 +63,31 @@ def test_sums_and_products_of_rows_are_those_of_the_stored_values(name: str) -> 
     rows = values.double()
     expected = torch.stack([rows.square().sum(2), rows.sum(2), (rows * directions.double()).sum(2)], 1)
     torch.testing.assert_close(parts.sum(1), expected, rtol=1e-5, atol=1e-4)
+    without_values = conv_products(product, None, directions=directions)[1]
+    torch.testing.assert_close(without_values.sum(1), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["three by three", "groups of one", "several images"])
+@pytest.mark.parametrize("turns", [1, 6, 1000])
+def test_norms_do_not_depend_on_how_many_samples_a_program_makes(
+    name: str, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TURNS", turns)
+    module._plan.cache_clear()
+    x, g, geometry, _ = operands(name, batch=5)
+    x[1] = torch.nan  # of one sample, and of no other
+    product = ConvProduct(x, g, geometry, in_tf32=False, tiles=ConvTiles(16, 32, 16, 1, 1))
+    values, _ = conv_products(product, torch.float32)
+    directions = torch.randn(values.shape[1:])
+    rows = values.double()
+    expected = torch.stack([rows.square().sum(2), rows.sum(2), (rows * directions.double()).sum(2)], 1)
+    parts = conv_products(product, None, directions=directions)[1].sum(1)
+    torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+    alone = conv_products(product, None)[1].sum(1)
+    torch.testing.assert_close(alone, rows.square().sum((1, 2)), rtol=2e-6, atol=0, equal_nan=True)
+    assert alone.isnan().tolist() == [False, True, False, False, False]
+    module._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -105,7 +130,7 @@ def test_a_sample_without_a_factor_has_no_share_in_a_sum() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_a_sum_does_not_depend_on_how_the_batch_is_divided(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    monkeypatch.setattr(module, "_PROCESSORS", programs)
     x, g, geometry, shape = operands("odd", batch=7)
     scale = torch.rand(7)
     total = conv_sum(ConvProduct(x, g, geometry, in_tf32=False), scale).view(shape)

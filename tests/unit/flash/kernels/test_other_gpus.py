@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpscope.flash.kernels import conv_products, gram_kernels, gram_units, scaled_sum, triton_runtime
+from dpscope.flash.kernels import conv_kernels, conv_products, gram_kernels, gram_units, scaled_sum, triton_runtime
 from dpscope.flash.kernels.conv_products import FOR_NORMS, FOR_SUM, Geometry
 from dpscope.flash.kernels.triton_runtime import has_triton, stages_that_fit
 
@@ -55,7 +55,7 @@ def test_convolutions_fit(version: int, work: str) -> None:
     at = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
     sizes = (64, 256, 14, 14), (64, 256, 14, 14)
     plan = conv_products._plan.__wrapped__(*sizes, at, torch.float32, True, work, None, CUDA)
-    kernel = conv_products._conv_sum_kernel if work == FOR_SUM else conv_products._conv_products_kernel
+    kernel = conv_kernels._conv_sum_kernel if work == FOR_SUM else conv_kernels._conv_products_kernel
     found = compiled(kernel, version, plan.constants)
     assert found.metadata.shared <= SHARED[version] * 1024
 
