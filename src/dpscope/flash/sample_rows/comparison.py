@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.dry_run import read
 
 SLICE = 2**22
@@ -22,9 +23,11 @@ _REPEATED_ROUNDED = 1e-7  # in other dtypes
 
 def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
     """Return whether these rows differ by more than rounding, or by more than a share of the largest element."""
+    parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
+    if dry_run.current() is None and all(torch.equal(x, y) for x, y in parts):
+        return False
     if not a.is_floating_point():
-        parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
-        return any(not read((x == y).all(), True) for x, y in parts)
+        return dry_run.current() is None
     size = max((read(x.abs().nan_to_num(0).amax(), 0.0) for x in slices(a, dim, rows) if x.numel()), default=0.0)
     tolerance = (_ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share) * size
     return any(
@@ -78,8 +81,8 @@ def no_part_depends_on_both(plain: Tensor, first: Tensor, last: Tensor, dim: int
 def largest(output: Tensor) -> float:
     if not output.numel() or not output.is_floating_point():
         return 0.0
-    parts = slices(output[None], 0, torch.arange(1))  # copies of whole outputs would be the peak of verification
-    return float(read(torch.stack([part.abs().nan_to_num(0).amax() for part in parts]).amax(), 0.0))
+    parts = torch.split(output.reshape(-1), SLICE)  # copies of whole outputs would be the peak of verification
+    return max(float(read(part.abs().nan_to_num(0).amax(), 0.0)) for part in parts)
 
 
 def largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:

@@ -11,7 +11,7 @@ closed at first hides what it multiplies. Later passes are checked now and then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,9 +31,8 @@ from dpscope.flash.sample_rows.comparison import (
     no_part_depends_on_both,
 )
 from dpscope.flash.sample_rows.proxy import NotFollowed, RanOutOfMemory
-from dpscope.flash.sample_rows.snapshots import opened_gates
 from dpscope.flash.sample_rows.told_numbers import Told
-from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, RootCall, TriedCall
+from dpscope.flash.sample_rows.tried_call import PUT_BATCH_FIRST, RANDOM, TriedCall
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import ArgumentPlace, leaves_in, tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -61,23 +60,10 @@ _ROUNDED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Mixing(TriedCall):
-    """The questions about one call.
+    """The questions about one call."""
 
-    gates  parameters that are set to other values where they are zero
-    """
-
-    def __init__(
-        self,
-        call: RootCall,
-        model: nn.Module,
-        alone: Callable[[], AbstractContextManager[None]],
-        *,
-        gates: Collection[nn.Parameter],
-        in_any_dim: bool,
-        shared: frozenset[int] = frozenset(),
-    ) -> None:
-        super().__init__(call, model, alone, in_any_dim=in_any_dim, shared=shared)
-        self.gates = gates
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self.is_random = False  # whether the model draws random numbers besides dropout's
         self.to_the_bit = False  # whether any difference counts
         self._is_loud = False  # whether the sample that was put in place of another is a large one
@@ -101,7 +87,7 @@ class Mixing(TriedCall):
         )
 
     def _outputs(
-        self, index: list[int] | None, seed: int | None, *, altered: bool = False, loud: int | None = None
+        self, index: list[int] | None, seed: int | None, *, altered: Sequence[int] = (), loud: int | None = None
     ) -> list[Tensor]:
         output = self.run_on(index, seed=seed, altered=altered, loud=loud)
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
@@ -142,8 +128,9 @@ class Mixing(TriedCall):
 
     def _draw_reading(self) -> None:
         self._confirmed(self._draw)
-        numel = max(self._numel, sum(parameter.numel() for parameter in self.model.parameters()))
-        if self._moves_with_number and numel <= _WIDE_NUMEL and dry_run.current() is None:
+        if not self._moves_with_number or dry_run.current() is not None:
+            return
+        if max(self._numel, sum(parameter.numel() for parameter in self.model.parameters())) <= _WIDE_NUMEL:
             refusal = self._in_float64(lambda: self._compare_sizes(self.rows()))
             if isinstance(refusal, UserError):
                 raise refusal
@@ -258,7 +245,7 @@ class Mixing(TriedCall):
                     continue
                 tried.add(self.shared)
                 try:
-                    if not (whole and self._shows_nothing_after_others(rows)):
+                    if not (whole and self._shows_nothing_in_steps(rows)):
                         self._compare_rows(rows, None)
                     shown = False
                     further()
@@ -270,18 +257,18 @@ class Mixing(TriedCall):
                 break
         raise refusals[0]
 
-    def _shows_nothing_after_others(self, rows: list[int]) -> bool:
+    def _shows_nothing_in_steps(self, rows: list[int]) -> bool:
         """Return whether samples do not mix, and nothing is kept of those of an earlier run.
 
-        One run more, on other samples, answers both questions at once. If anything shows, or a run fails, they have to
-        be asked one by one.
+        Runs that follow each other like steps answer both questions at once. If anything shows, or a run fails, they
+        have to be asked one by one.
         """
         self._keeps_nothing = False
         if not self.to_the_bit or dry_run.current() is not None:
             return False
         try:
             with self.untouched():
-                self._compare_rows(rows, None, after_others=True)
+                self._compare_rows(rows, None, in_steps=True)
         except (Exception, NotFollowed):
             if not self._sizes:  # the very first run
                 raise
@@ -301,7 +288,7 @@ class Mixing(TriedCall):
             seed, rows = RANDOM.getrandbits(31), self.rows()
             order = RANDOM.sample(rows, len(rows))
             self.across = torch.tensor(order) if len(order) == self.batch else None
-            with opened_gates(self.gates):
+            with self.opened_gates():
                 try:
                     self._compare_rows(order, seed, runs=runs)
                 except (UserError, NotFollowed):
@@ -312,15 +299,15 @@ class Mixing(TriedCall):
                 finally:
                     self.across = None
 
-    def _compare_rows(self, index: list[int], seed: int | None, *, runs: int = 3, after_others: bool = False) -> None:
+    def _compare_rows(self, index: list[int], seed: int | None, *, runs: int = 3, in_steps: bool = False) -> None:
         """Refuse a model in whose output the rows of some samples change with the others.
 
         The samples are cut into random thirds. Of three runs, the second one keeps the first third and the third one
         the second: any two have one third in common, and the rest of the batch differs. Many replaced samples show more
         than one does: whether any is the longest, or which branch their mean takes. If there are no other samples, the
         two parts are halves, and the one that is kept is all that a run has: the largest sample is gone in one of them.
-        With `after_others` a run on other samples, the first run and the second one follow each other like steps: what
-        modules keep stays.
+        With `in_steps` runs follow each other like steps: what modules keep stays, and each run finds another state.
+        Samples that take the place of others are altered then.
         """
         others = sorted(set(range(self.batch)) - set(index))
         thirds = self._thirds(len(index), 3 if others else 2)
@@ -335,12 +322,11 @@ class Mixing(TriedCall):
             tried.append([row if place in kept else instead[place] for place, row in enumerate(index)])
             self._is_loud ^= run > 0
             loud = RANDOM.choice(thirds[2 - run]) if run and self._is_loud else None
-            with self.untouched(attributes=run > 0 or not after_others):
-                if after_others and not run:
-                    self._run_on_others(index)
-                found.append(self._outputs(tried[run], seed, loud=loud))
+            altered = [place for place in range(len(index)) if in_steps and place not in kept]
+            with self.untouched(attributes=not in_steps):
+                found.append(self._outputs(tried[run], seed, altered=altered, loud=loud))
             for before, third in ((0, thirds[run - 1]), (1, thirds[2]))[:run]:
-                self._require_same(tried[before], tried[run], found[before], found[run], seed, third)
+                self._require_same([tried[before], tried[run]], [found[before], found[run]], seed, third)
 
     def _thirds(self, count: int, number: int) -> list[list[int]]:
         """Return random thirds of so many places, in an order that is another one each time; or halves, and no third.
@@ -354,19 +340,13 @@ class Mixing(TriedCall):
         return [*parts[turn:], *parts[:turn], []][:3]
 
     def _require_same(
-        self,
-        first: list[int],
-        second: list[int],
-        before: list[Tensor],
-        after: list[Tensor],
-        seed: int | None,
-        places: list[int],
+        self, tried: list[list[int]], found: list[list[Tensor]], seed: int | None, places: list[int]
     ) -> None:
         """Refuse samples that mix if the rows at these places differ between the outputs of two runs."""
         kept = torch.tensor(places)
-        for output, both in enumerate(zip(before, after, strict=False)):
-            if places and self._moved(*both, len(first), kept, self._allowed_share(output, both[0])):
-                where = self._where((first, second), seed, kept)
+        for output, (before, after) in enumerate(zip(*found, strict=False)):
+            if places and self._moved(before, after, len(tried[0]), kept, self._allowed_share(output, before)):
+                where = self._where(tried, seed, kept)
                 raise UserError(
                     f"samples mix{where}: in a batch of {self.batch}, what the model gives for one sample changes with "
                     f"the others. {PUT_BATCH_FIRST}"
@@ -385,7 +365,7 @@ class Mixing(TriedCall):
             all(apart_from(*pair, dim, kept, share=share) for pair in common_parts(before, after)) for dim in dims
         )
 
-    def _where(self, runs: tuple[list[int], list[int]], seed: int | None, kept: Tensor) -> str:
+    def _where(self, runs: list[list[int]], seed: int | None, kept: Tensor) -> str:
         """Return the first module whose output for the samples that are kept differs between two runs, as words."""
         seen: list[list[tuple[str, Tensor]]] = []
 
@@ -535,20 +515,16 @@ class Mixing(TriedCall):
 
     def _second_of_two(self, rows: list[int], *, altered: bool) -> list[Tensor]:
         """Return the outputs for `rows` after a run on the same samples, or on others if `altered`."""
+        first, others = (self._shifted(rows), range(len(rows))) if altered else (rows, ())
         with self.untouched():
-            self._run_on_others(rows, altered=altered)
+            with self.untouched(attributes=False):  # buffers are put back
+                try:
+                    self._outputs(first, 1, altered=others)
+                except (ValueError, RuntimeError, AssertionError) as error:  # a model that takes no values below zero
+                    if lacks_memory(error):
+                        raise
+                    self._outputs(first, 1)
             return self._outputs(rows, 2)
-
-    def _run_on_others(self, rows: list[int], *, altered: bool = True) -> None:
-        """Run on other samples than these, or on these; keep what that leaves on modules, besides buffers."""
-        first = rows if self.batch == 1 or not altered else self._shifted(rows)
-        with self.untouched(attributes=False):
-            try:
-                self._outputs(first, 1, altered=altered)
-            except (ValueError, RuntimeError, AssertionError) as error:  # a model that takes no values below zero
-                if lacks_memory(error):
-                    raise
-                self._outputs(first, 1)
 
     def _shifted(self, rows: list[int]) -> list[int]:
         """Return as many other samples, not just a permutation, which a mean would not reveal."""
@@ -572,7 +548,8 @@ class Mixing(TriedCall):
         for row in (None, 0, self.batch - 1) if self.batch > 1 else (None, 0):
             with self.untouched():
                 alone = self.batch == 1 and row is not None
-                self._outputs(None if row is None or alone else replaced(self.batch, row), None, altered=alone)
+                index = None if row is None or alone else replaced(self.batch, row)
+                self._outputs(index, None, altered=[0] if alone else ())
                 found.append(note())
         return found
 

@@ -96,16 +96,15 @@ class RowNorms:
         self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
         self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
         self.untouched, self.alone, self.devices = tried.untouched, tried.alone, tried.devices
-        self.watched, self.numbers = tried.watched, tried.numbers
+        self.watched, self.numbers, self.opened_gates = tried.watched, tried.numbers, tried.opened_gates
         self.coarse = False  # whether products are rounded to less than the parameters' dtype
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows
         self.mixed: set[OutputPlace] = set()  # those of them that mix samples
 
-    def resume(self, call: RootCall, tried: TriedCall) -> None:
+    def resume(self, call: RootCall) -> None:
         """Go on with the same samples after the taps have changed."""
         self.call = self.call._replace(forward=call.forward)
-        self.untouched, self.watched = tried.untouched, tried.watched
 
     # -- one sample replaced -------------------------------------------------------------------------------------------
 
@@ -260,15 +259,17 @@ class RowNorms:
         return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
 
     @contextmanager
-    def _closed(self, recorded: Recorded) -> Iterator[MicroBatch | None]:
-        """Close what a backward pass has recorded. None if that is nothing."""
-        recorded = [(slot, parts) for slot, parts in recorded if parts]
-        if not recorded:
+    def _closed(self, recorded: Recorded, weights: Tensor | None = None) -> Iterator[MicroBatch | None]:
+        """Close what a backward pass has recorded, to be normed, or summed with `weights`. None if that is nothing."""
+        found = [(slot, parts) for slot, parts in recorded if parts]
+        recorded.clear()  # what is recorded is let go as it is summed
+        if not found:
             yield None
             return
-        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
-            yield MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
-        self.engine.path_rules.close()
+        with torch.no_grad(), no_autocast(found[0][0].parameter.device.type):
+            rules = self.engine.path_rules
+            yield MicroBatch(found, rules=rules, clip=ClipRule(), mean=False, loss_scale=1.0, weights=weights)
+        rules.close()
 
     # -- refusals ------------------------------------------------------------------------------------------------------
 

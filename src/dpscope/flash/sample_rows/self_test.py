@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +38,8 @@ from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import SLICE, is_coarse, largest_difference
 from dpscope.flash.sample_rows.proxy import Mismatch, NotFollowed
 from dpscope.flash.sample_rows.row_norms import RowNorms, TestedEngine, rounds_inside
-from dpscope.flash.sample_rows.snapshots import opened_gates
 from dpscope.flash.sample_rows.tried_call import RootCall, TriedCall
-from dpscope.flash.step.microbatch import MicroBatch
+from dpscope.flash.step.step_state import Recorded
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import tensors_in
 from dpscope.flash.torch_side.autocast import no_autocast
@@ -69,6 +67,7 @@ HELD_BYTES = 2**28
 PROJECTIONS = 4
 _BLOCK = 256  # elements that are projected together
 
+TakeSums = Callable[[list[nn.Parameter], list[Tensor]], None]
 Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
 
 
@@ -111,7 +110,7 @@ class SelfTest(RowNorms):
         names = self.engine.trained()
         if not names:
             return
-        with opened_gates(names.values()):
+        with self.opened_gates():
             if not self._compare(names):
                 self.compare_rows()
             self.find_mixed()
@@ -145,22 +144,24 @@ class SelfTest(RowNorms):
             return None
         taken = sum(each.nbytes for each in expected if each is not None)
         self.holds_gradients |= taken <= HELD_BYTES
-        expected.reverse()  # each is let go once it is projected
-        return outputs, {parameter: self._truth_of(expected.pop(), parameter) for parameter in parameters}
+        gradients = [p.new_zeros(()) if each is None else each for p, each in zip(parameters, expected, strict=True)]
+        del expected
+        sizes = _norms(gradients)
+        gradients.reverse()  # each is let go once it is projected
+        return outputs, {p: self._truth_of(gradients.pop(), size) for p, size in zip(parameters, sizes, strict=True)}
 
-    def _truth_of(self, gradient: Tensor | None, parameter: nn.Parameter) -> Truth:
-        if gradient is None:
-            gradient = parameter.new_zeros(())
-        held = self.holds_gradients or not lies_here(gradient) or gradient.shape != parameter.shape
-        return Truth(_norm(gradient), gradient if held else self._projections(gradient), is_projected=not held)
+    def _truth_of(self, gradient: Tensor, size: Tensor) -> Truth:
+        held = self.holds_gradients or not lies_here(gradient) or not gradient.dim()
+        return Truth(size, gradient if held else self._projections(gradient), is_projected=not held)
 
     def _projections(self, tensor: Tensor) -> Tensor:
         """Return projections of each block on random signs, (blocks, PROJECTIONS) float64.
 
-        Those of a difference δ are as large as ‖δ‖ in the mean of their squares, whatever δ is.
+        Those of a difference δ are together as large as ‖δ‖ in the mean of squares, whatever δ is.
         """
         random = _seeded(tensor.device, self.seed)
         signs = torch.randint(2, (_BLOCK, PROJECTIONS), generator=random, device=tensor.device).double() * 2 - 1
+        signs /= PROJECTIONS**0.5
         parts = torch.split(tensor.detach().reshape(-1), SLICE)
         blocks = (pad_zeros(part.double(), (0, -len(part) % _BLOCK)).view(-1, _BLOCK) for part in parts)
         return torch.cat([each @ signs for each in blocks])
@@ -236,22 +237,15 @@ class SelfTest(RowNorms):
         weights = self.loudness * self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
         norms: Norms = {}
 
-        def compare(parameter: nn.Parameter, mine: Tensor | None) -> None:
-            truth = gradients.pop(parameter)
-            error = truth.size
-            if mine is not None and truth.is_projected:
-                error = _norm(self._projections(mine), truth.values) / PROJECTIONS**0.5
-            elif mine is not None:
-                error = _norm(mine, truth.values)
-            norms[parameter] = error, truth.size
+        def compare(parameters: list[nn.Parameter], sums: list[Tensor]) -> None:
+            truths = [gradients.pop(parameter) for parameter in parameters]
+            both = zip(sums, truths, strict=True)
+            mine = [self._projections(each) if truth.is_projected else each for each, truth in both]
+            errors = _norms(mine, [truth.values for truth in truths])
+            norms.update(zip(parameters, zip(errors, (truth.size for truth in truths), strict=True), strict=True))
 
-        with self._closed(recorded) as micro:
-            del recorded
-            if micro is not None:
-                self._sum(micro, weights if self.has_rows else torch.ones_like(weights), compare)
-                del micro
-        for parameter in list(gradients):
-            compare(parameter, None)
+        self._sum(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
+        norms.update((parameter, (truth.size, truth.size)) for parameter, truth in gradients.items())
         if not self.has_rows or len(self.rows) < 2 or self.again:
             return wrong, norms, order, {}
         try:
@@ -271,29 +265,19 @@ class SelfTest(RowNorms):
         ones before.
         """
         found: dict[nn.Parameter, Tensor] = {}
+        silent = self.first_half.to(self.weights.dtype)
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward, rows), ~self.first_half, weighted=False), [])
-            with self._closed(self.engine.state.take_recorded()) as micro:
-                if micro is not None and self._is_loud(micro, self.first_half):
-                    silent = self.first_half.to(self.weights.dtype)
-                    self._sum(micro, silent, lambda parameter, total: found.update({parameter: _norm(total)}))
+            recorded = self.engine.state.take_recorded()
+            self._sum(recorded, silent, lambda those, sums: found.update(zip(those, _norms(sums), strict=True)))
         return _not_zero(found)
 
-    @staticmethod
-    def _is_loud(micro: MicroBatch, samples: Tensor) -> bool:
-        """Return whether any of these samples has a gradient."""
-        squared = micro.squared[0]
-        return bool(read(squared.where(samples.to(squared.device), 0.0).any(), False))
-
-    @staticmethod
-    def _sum(micro: MicroBatch, weights: Tensor, take: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Give the engine's weighted sums of trained parameters to `take`, a few at a time."""
-        scale = micro.clipping.scale
-        micro.clipping = replace(micro.clipping, scale=weights.to(scale.device, scale.dtype).unsqueeze(0))
-        for batch in micro.sums(into=None, factored=False):
-            for parameter, total in zip(batch.parameters, batch.tensors, strict=True):
-                take(parameter, total)
-            del batch, total
+    def _sum(self, recorded: Recorded, weights: Tensor, take: TakeSums) -> None:
+        """Give the engine's weighted sums of what was recorded to `take`, a few at a time, which may overwrite them."""
+        with self._closed(recorded, weights) as micro:
+            for batch in () if micro is None else micro.sums(into=None, factored=False):
+                take(batch.parameters, batch.tensors)
+                del batch
 
     def stray(self, parameters: Collection[nn.Parameter]) -> NotFollowed:
         """Return the refusal of parameters that are used outside of the modules that own them."""
@@ -371,17 +355,23 @@ def _not_zero(norms: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
     return {parameter: size for parameter, size in zip(norms, sizes, strict=True) if size and math.isfinite(size)}
 
 
-def _norm(tensor: Tensor, minus: Tensor | None = None) -> Tensor:
-    """Return the norm of a tensor, or of its difference from another, in float64.
+def _norms(tensors: list[Tensor], minus: list[Tensor] | None = None) -> list[Tensor]:
+    """Return the norms of tensors in float64, or those of their differences from others, which take their place.
 
-    Slices are copied to float64 first: torch's own float64 norm of float32 takes 6 times as long on a CPU.
+    On a GPU two operators do this for all tensors.
     """
-    size = NORM_SLICE if tensor.device.type == "cpu" else SLICE  # each slice is a launch elsewhere
-    parts = list(torch.split(tensor.reshape(-1), size))
     if minus is not None:
-        others = torch.split(minus.expand(tensor.shape).reshape(-1), size)
-        parts = [part - other for part, other in zip(parts, others, strict=True)]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.double()) for part in parts]))
+        torch._foreach_sub_(tensors, minus)
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return list(torch._foreach_norm(tensors, 2, torch.float64))
+    return list(map(_norm, tensors))
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Copy slices to float64, and return their norm: torch's own float64 norm of float32 takes 6 times as long."""
+    if tensor.numel() > NORM_SLICE:
+        tensor = torch.stack([_norm(part) for part in torch.split(tensor.reshape(-1), NORM_SLICE)])
+    norm: Tensor = torch.linalg.vector_norm(tensor.double())
     return norm
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.module_state import ModuleState
@@ -20,8 +21,8 @@ _FIRST = 1024
 class Buffers:
     """The buffers of a model as they are now: which tensors, and their values."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._owned = [(module, dict(module._buffers)) for module in model.modules()]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owned = [(module, dict(module._buffers)) for module in modules]
         tensors = {id(each): each for _, own in self._owned for each in own.values() if each is not None}
         self._values = [(each, each.clone()) for each in tensors.values() if not each.is_inference()]
         self._versions = [each._version for each, _ in self._values]
@@ -43,10 +44,11 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._attributes, self._buffers = ModuleState(model), Buffers(model)
+        modules = list(model.modules())
+        self._attributes, self._buffers = ModuleState(model), Buffers(modules)
         self.written = WrittenTensors(model)
         self._random = RandomStates.now(devices)
-        owned = [value for module in model.modules() for value in vars(module).values()]
+        owned = [value for module in modules for value in vars(module).values()]
         generators = {
             id(value): value for value in owned if torch.Generator in type(value).__mro__
         }  # isinstance is slow
@@ -70,27 +72,30 @@ class ModelSnapshot:
 
 
 @contextmanager
-def opened_gates(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
-    # Most parameters have an element that is not zero among the first: few are read as a whole.
-    closed = _all_zero(_all_zero([parameter.data for parameter in parameters], first=_FIRST))
-    for index, gate in enumerate(closed):
-        values = torch.randn(gate.shape, generator=torch.Generator().manual_seed(index))
-        gate.copy_(0.1 * values)
+def filled(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Give parameters that are zero small random values inside the block."""
+    for index, parameter in enumerate(parameters):
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.data.copy_(0.1 * values)
     try:
         yield
     finally:
-        for gate in closed:
-            gate.zero_()
+        for parameter in parameters:
+            parameter.data.zero_()
 
 
-def _all_zero(tensors: Collection[Tensor], first: int | None = None) -> list[Tensor]:
-    """Return the tensors whose elements, or `first` elements, are all zero."""
-    found: dict[torch.device, list[Tensor]] = {}  # one wait for each device
-    for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor.reshape(-1)[:first].any())
-    values = {device: iter(read(torch.stack(each), True)) for device, each in found.items()}
-    return [tensor for tensor in tensors if not next(values[tensor.device])]
+def all_zero(parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters whose elements are all zero."""
+    found = [parameter for parameter in parameters if parameter.numel()]
+    for first in (_FIRST, None):  # most have an element that is not zero among the first: few are read as a whole
+        kinds: dict[object, list[nn.Parameter]] = {}  # one wait for each
+        for parameter in found:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        found = []
+        for alike in kinds.values():
+            largest = torch._foreach_norm([each.data.reshape(-1)[:first] for each in alike], math.inf)
+            found += [each for each, size in zip(alike, read(torch.stack(largest), 1.0), strict=True) if size == 0]
+    return found
 
 
 def untouched(model: nn.Module) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import math
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpscope.endings import lacks_memory
 from dpscope.flash.sample_rows.proxy import RanOutOfMemory
-from dpscope.flash.sample_rows.snapshots import ModelSnapshot
+from dpscope.flash.sample_rows.snapshots import ModelSnapshot, all_zero, filled
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import ArgumentPlace, Leaf, leaves_in, numbers_in, replace_leaves, rows_of, take
 from dpscope.flash.torch_side.frames import eagerly
@@ -49,6 +49,7 @@ class TriedCall:
     """A call that the untouched model runs on chosen samples, with gradients as in training, of which nothing is left.
 
     alone       gives a context in which the model runs without taps, and without other processes
+    gates       parameters that are set to other values where they are zero
     in_any_dim  whether an argument may have its samples in another dimension than the first
     shared      places of tensors, among the call's, that have as many rows as there are samples by chance
     """
@@ -59,9 +60,11 @@ class TriedCall:
         model: nn.Module,
         alone: Callable[[], AbstractContextManager[None]],
         *,
+        gates: Collection[nn.Parameter],
         in_any_dim: bool,
         shared: frozenset[int] = frozenset(),
     ) -> None:
+        self.gates = gates
         self.model, self.alone, self.devices = model, alone, cuda_devices(model)
         self.shared = shared
         self.in_any_dim = in_any_dim
@@ -73,6 +76,7 @@ class TriedCall:
         self.may_repeat = False  # whether there may be more rows than samples, which takes more memory than a step
         self.snapshot: ModelSnapshot | None = None
         self._has_run = False
+        self._closed: list[nn.Parameter] | None = None  # gates that are zero, once they were looked at
         self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
 
     @contextmanager
@@ -91,6 +95,12 @@ class TriedCall:
             if isinstance(error, Exception) and lacks_memory(error):
                 raise RanOutOfMemory(error) from error
             raise
+
+    def opened_gates(self) -> AbstractContextManager[None]:
+        """Fill parameters that are zero inside the block: a closed gate, or LoRA's B, would hide what it multiplies."""
+        if self._closed is None:
+            self._closed = all_zero(self.gates)
+        return filled(self._closed)
 
     def watched(self) -> AbstractContextManager[object]:
         """Return a context for a run, which notes what the first one writes: all runs put it back."""
@@ -163,27 +173,30 @@ class TriedCall:
         own = [each.shape for each in (*self.model.parameters(), *self.model.buffers())]
         return any(self.batch in shape for shape in (*given, *own))
 
-    def _altered(self, leaf: Tensor) -> Tensor:
-        """Make other values of the same shape, of the other sign: what a model keeps may be the sign of their mean.
+    def _altered(self, leaf: Tensor, dim: int, places: Sequence[int]) -> Tensor:
+        """Give samples other values, of the other sign: what a model keeps may be the sign of their mean.
 
         Ids and lengths of several samples stay: another sample has others.
         """
-        if leaf.is_floating_point():
-            return torch.where(leaf == 0, 1.0, -2.0 * leaf)
-        return leaf if self.batch > 1 else torch.zeros_like(leaf)
+        if not places or (self.batch > 1 and not leaf.is_floating_point()):
+            return leaf
+        those = torch.tensor(places, device=leaf.device)
+        part = leaf.index_select(dim, those)
+        other = torch.where(part == 0, 1.0, -2.0 * part) if leaf.is_floating_point() else torch.zeros_like(part)
+        return leaf.index_copy(dim, those, other)
 
     def run_on(
         self,
         index: list[int] | None,
         *,
-        altered: bool = False,
+        altered: Sequence[int] = (),
         loud: int | None = None,
         seed: int | None = None,
     ) -> Any:
         """Run the model's forward on the samples `index` (None: all, in order); return its output.
 
-        altered  on other values than theirs
-        loud     which of these samples is multiplied by a large number
+        altered  which of these samples have other values than theirs
+        loud     which of them is multiplied by a large number
         seed     of the random numbers that it draws; None: those of the step
         """
         rows = torch.tensor(range(self.batch) if index is None else index)
@@ -194,7 +207,7 @@ class TriedCall:
                 leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
                     leaf = _across(leaf, self.across, place)
-                leaf = self._altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
+                leaf = self._altered(leaf, place, altered) if isinstance(leaf, Tensor) else leaf
                 if loud is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
                     leaf.select(place, loud).mul_(LOUD)
             elif isinstance(leaf, Tensor):

@@ -312,7 +312,7 @@ class Verification:
             if test is None or len(test.rows) != len(mixing.rows()):
                 test = self._test_of(call, mixing)
             else:
-                test.resume(call, mixing)
+                test.resume(call)
             self._self_test(call, test)
         except NotFollowed:
             self._interrupted = test
@@ -409,7 +409,7 @@ class Verification:
 
     def _judge_written(self, mixing: Mixing) -> None:
         """Refuse parameters, and buffers written through `.data`, that forward makes of the samples."""
-        if mixing.snapshot is None:
+        if mixing.snapshot is None or not mixing.snapshot.written.names():
             return
         written, parameters = mixing.snapshot.written, {name for name, _ in self._model.named_parameters()}
         names = [name for name in written.names() if name in parameters or self.buffers.watches(name)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.contributions import Contribution, Kept, refuse_complex
-from dpscope.flash.gradients.norms import Factors, SquaredNorms, clip_factors
+from dpscope.flash.gradients.norms import Factors, SquaredNorms, as_summed, clip_factors
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.gradients.slots import RowGroups, Slot, combine_uses
 from dpscope.flash.kernels.float32_products import operand_rounding
@@ -97,7 +97,8 @@ class MicroBatch:
     """On construction norms and factors are computed, sums are not yet.
 
     `normed`: squared norms of parameters that are not among the recorded ones, by group of `clip`. `real`: how
-    many of the B rows are samples, the first ones; the others are padding.
+    many of the B rows are samples, the first ones; the others are padding. `weights`: factors, (B,), to be taken
+    instead of those that follow from norms, which are not computed then.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class MicroBatch:
         loss_scale: float | Tensor,
         real: int | Tensor | None = None,
         bounds: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         self.size = _checked_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
@@ -126,15 +128,24 @@ class MicroBatch:
         self._parts: Combined = [*parts]
         del summed, parts
         device = normed[0][0].device if normed else self.parameters[0].device
-        norms = SquaredNorms(len(clip.bounds), self.size, device)
+        if weights is None:
+            self.squared = self._norms(normed, device)
+            multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
+            self.clipping = clip_factors(self.squared, clip, multiplier, real, bounds)
+        else:
+            self._parts = [None if part is None else as_summed(part) for part in self._parts]
+            scale = weights.to(device).unsqueeze(0)
+            self.clipping = Factors(scale, scale, scale, scale.isfinite()[0])
+        self._room = rules.budget.room()
+        self._rounding = operand_rounding(device)
+
+    def _norms(self, normed: Sequence[Normed], device: torch.device) -> Tensor:
+        """Return squared norms over all parameters, (G, B). Contributions become what is kept from now on."""
+        norms = SquaredNorms(len(self._clip.bounds), self.size, device)
         for squared, some in normed:
             norms.add(squared, some)
         norms.add_all(self._parts, self._groups)
-        multiplier = groups.multiplier(self.size, mean=mean) / loss_scale  # the mean is over all rows, padding too
-        self.squared = norms.result()
-        self.clipping: Factors = clip_factors(self.squared, clip, multiplier, real, bounds)
-        self._room = rules.budget.room()
-        self._rounding = operand_rounding(device)
+        return norms.result()
 
     def result(self) -> Clipped:
         """Return norms over all groups, factors by row, and what is counted."""

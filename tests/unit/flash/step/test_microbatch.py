@@ -60,3 +60,15 @@ def test_few_sums_are_made_at_once_where_they_would_raise_the_peak(room, kept, s
     micro = micro_batch_of_products(kept, 3, PathRules(GRAM, budget))
     groups = [len(batch.parameters) for batch in micro.sums(into=None, factored=True) if batch.factors is None]
     assert groups == sizes
+
+
+def test_factors_that_are_given_make_sums_without_norms(monkeypatch):
+    monkeypatch.setattr(microbatch, "SquaredNorms", None)
+    x, g, each = torch.randn(2, 6, 5), torch.randn(2, 6, 4), torch.randn(2, 4, 5)
+    rules, weights = PathRules(GRAM), torch.tensor([-3.0, 0.5], dtype=torch.float64)
+    parts = [Outer(x, g, rules.of_product(x.shape, g)), Kept(each)]
+    recorded = [(Slot(str(n), nn.Parameter(torch.zeros(4, 5)), "layer"), [part]) for n, part in enumerate(parts)]
+    micro = MicroBatch(recorded, rules=rules, clip=ClipRule(), mean=False, loss_scale=1.0, weights=weights)
+    kept, product = (total for batch in micro.sums(into=None, factored=False) for total in batch.tensors)
+    torch.testing.assert_close(kept, torch.einsum("b,bpd->pd", weights.float(), each))
+    torch.testing.assert_close(product, torch.einsum("b,btp,btd->pd", weights.float(), g, x))
