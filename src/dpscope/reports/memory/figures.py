@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports import drawing
@@ -14,7 +14,7 @@ from dpscope.reports.memory.text import TRIFLE, composition_of, present, signed,
 from dpscope.reports.output import figure_output
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.tables import Row
-from dpscope.results.derived import PhaseSpan, Timeline, maker_of, place_of, shape_in_words
+from dpscope.results.derived import Timeline, maker_of, place_of, shape_in_words
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
 from dpscope.units import format_bytes, format_ratio, three_digits
 from dpscope.vocabulary.components import component_named
@@ -222,8 +222,10 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
 
 HEADROOM = 1.32  # of the highest peak: where peaks are written
 PANEL = 1.6  # inches
-STRIP = 1.01, 1.06  # of a panel's height: the phases
-TITLE_PAD = 9.0  # points from a panel to the method's name
+STRIP = 1.01, 1.11  # of a panel's height: the phases
+GREYS = "0.9", "0.8"  # in turns: components have the colours
+LETTER = 0.0075  # of the width of all panels: a letter of a phase's name
+TITLE_PAD = 18.0  # points from a panel to the method's name
 LONGEST_TITLE, LONGEST_MAKER = 60, 64  # characters, over the whole width
 EVENTS = "allocations and frees within the step, in order"
 STAGES = "stages of the run (total only)"
@@ -297,7 +299,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
         ax.set_title(above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
         if timeline:
             _draw_components(ax, timeline, unit)
-            _draw_phases(ax, timeline.phases)
+            _draw_phases(ax, timeline, LETTER * columns)
             _mark_peak(ax, row, timeline, (unit, name), LONGEST_MAKER // columns)
         else:
             # What older files have: the total at named stages of the run.
@@ -313,9 +315,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
         keys = present(timeline.highest for timeline in timelines)
-        phases = dict.fromkeys(phase.name for timeline in timelines for phase in timeline.phases)
-        strips = {f"phase: {phase}": filled(phase_colour(phase)) for phase in phases}
-        drawing.patch_legend(figure, {component_named(key).marked(): _fill_of(key) for key in keys} | strips, 4)
+        drawing.patch_legend(figure, {component_named(key).marked(): _fill_of(key) for key in keys}, 4)
     drawing.settle(figure)
     return figure
 
@@ -336,12 +336,25 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
 
 
-def _draw_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
-    """Draw each phase as a strip above the panel, in its colour, between lines where it begins and ends."""
-    for phase in phases:
-        ax.axvspan(phase.start, phase.end, *STRIP, clip_on=False, gid="phase", **filled(phase_colour(phase.name)))
+def _draw_phases(ax: Axes, timeline: Timeline, letter: float) -> None:
+    """Draw each phase as a strip above the panel with its name, between lines where it begins and ends.
+
+    letter: of the panel's width. Names wider than their strips stand above these, those of neighbours together.
+    """
+    whole = timeline.events[-1]
+    for number, phase in enumerate(timeline.phases):
+        ax.axvspan(phase.start, phase.end, *STRIP, clip_on=False, gid="phase", color=GREYS[number % 2], linewidth=0)
         for edge in (phase.start, phase.end):
             ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
+    for fits, group in groupby(timeline.phases, lambda each: len(each.name) * letter * whole < each.end - each.start):
+        for phases in [[each] for each in group] if fits else [list(group)]:
+            start, end = phases[0].start, phases[-1].end
+            is_late = start + end > whole
+            look = {"ha": "center", "va": "center"} if fits else {"ha": "right" if is_late else "left", "va": "bottom"}
+            x = (start + end) / 2 if fits else end if is_late else start
+            words = ", ".join(phase.name for phase in phases)
+            place = {"transform": ax.get_xaxis_transform(), "gid": "phase", "fontsize": drawing.SMALL}
+            ax.text(x, sum(STRIP) / 2 if fits else STRIP[1], words, **look, **place)
 
 
 def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], longest: int) -> None:

@@ -137,19 +137,22 @@ def test_a_panel_a_method_on_one_scale_with_units(timeline_figure):
     assert figure.axes[-1].get_xlabel() == "allocations and frees within the step, in order"
 
 
-def test_the_phases_are_marked_where_they_begin_and_end_and_named_in_the_legend(rows):
+def test_the_phases_are_marked_where_they_begin_and_end_and_named_at_their_strips(rows):
     figure = draw_timeline(rows[:1])
     (ax,) = figure.axes
     marks = {line.get_xdata()[0] for line in ax.get_lines() if len(set(line.get_xdata())) == 1}
     assert {0, 24, 48, 49, 52} <= marks
-    strips = {(strip.get_x(), to_hex(strip.get_facecolor())): strip for strip in ax.patches}
-    legend = figure.legends[0]
-    looks = {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)}
     starts = {"forward": 0, "backward": 24, "clip": 48, "noise": 49, "optimizer": 52}
-    for name, start in starts.items():
-        assert (start, to_hex(looks[f"phase: {name}"].get_facecolor())) in strips
+    assert [strip.get_x() for strip in ax.patches] == list(starts.values())
     figure.draw_without_rendering()
-    assert all(strip.get_window_extent().y0 > ax.get_window_extent().y1 for strip in strips.values())
+    names = {text.get_text(): text.get_window_extent() for text in texts(figure) if text.get_gid() == "phase"}
+    bands = dict(zip(starts, (strip.get_window_extent() for strip in ax.patches), strict=True))
+    assert all(band.y0 > ax.get_window_extent().y1 for band in bands.values())
+    for name in ("forward", "backward", "noise"):
+        assert bands[name].x0 <= names[name].x0 and names[name].x1 <= bands[name].x1
+    narrow = names["clip"]  # wider than its strip
+    assert narrow.y0 >= bands["clip"].y1 - 2
+    assert narrow.x1 == pytest.approx(bands["clip"].x1, abs=2)
 
 
 def test_the_peak_is_marked_with_its_value_and_what_made_it(rows, timeline_figure):
@@ -196,9 +199,8 @@ def test_a_component_has_the_same_colour_in_every_figure_and_legend(breakdown, t
             seen.setdefault(key, set()).add(to_hex(area.get_facecolor()[0]).upper())
     for figure in (breakdown, timeline_figure):
         for patch, text in zip(figure.legends[0].get_patches(), figure.legends[0].get_texts(), strict=True):
-            if not text.get_text().startswith("phase: "):
-                key = next(key for key in seen if text.get_text().startswith(component_named(key).label))
-                seen[key].add(to_hex(patch.get_facecolor()).upper())
+            key = next(key for key in seen if text.get_text().startswith(component_named(key).label))
+            seen[key].add(to_hex(patch.get_facecolor()).upper())
     assert seen == {key: {colour_of(key)} for key in seen}
     assert len(seen) == len(COMPONENT_COLOURS)
 
