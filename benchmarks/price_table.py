@@ -1,7 +1,7 @@
 """Flash clipping next to ordinary training at every size that is promised something: time and peak memory of each.
 
 python benchmarks/price_table.py OUT                 # all rows, two processes each: about seven minutes on an H200
-python benchmarks/price_table.py OUT --only vit lora # those whose names hold one of the words
+python benchmarks/price_table.py OUT --only vit lora # those whose names hold one of the words, or are one
 python benchmarks/price_table.py OUT --print         # the table of what OUT holds
 python benchmarks/price_table.py OUT --by-hand       # the loop of hand_written_loop.py, all rows in this process
 
@@ -141,7 +141,10 @@ def main() -> int:
     way.add_argument("--print", action="store_true")
     way.add_argument("--by-hand", action="store_true")
     given = parser.parse_args()
-    chosen = [price for price in PRICES if any(word in price.name for word in given.only)]
+    names = {price.name for price in PRICES}
+    chosen = [
+        price for price in PRICES if any(w == price.name or (w in price.name and w not in names) for w in given.only)
+    ]
     print(
         "| row | standard: ms (spread) | peak | flash: time × | peak × | bar |\n| --- | --- | --- | --- | --- | --- |"
     )
