@@ -54,7 +54,7 @@ _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     # Convolutions are matrix products as well; so are those of flash clipping, in place of ordinary training's own.
     (GEMM, r"nvjet|gemm|gemv|cutlass|splitKreduce|xmma|cublas|_mma_|bmm|matmul|dot_kernel|wgrad|dgrad|convolve|conv2d"),
-    (GEMM, r"_scaled_sum_kernel|_sample_products_kernel|_conv_products_kernel|_conv_sum_kernel"),
+    (GEMM, r"_scaled_sum_kernel|_sample_products_kernel|_conv_(norms|products|sum)_kernel"),
     (NORMALISATION, r"layer_?norm|GammaBeta|batch_?norm|group_?norm|rms_?norm|RowwiseMoments|bn_(fw|bw)"),
     # Softmax and the loss are reductions over the vocabulary.
     (REDUCTION, r"[Ss]oft_?[Mm]ax|nll_loss|cross_entropy"),
