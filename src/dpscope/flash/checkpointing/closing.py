@@ -203,7 +203,7 @@ class Closing:
                 with self._ranks.whole_weights(names):
                     if (each := passes.get(number)) is None:
                         return
-                    recorder = RerunRecorder(engine, each.slots)
+                    recorder = RerunRecorder(engine, each.slots, each.products)
                     with recorder.entered():
                         each.run_again(anchor, name_of(each.index))
                         finished.append((each, project(recorder.left)))

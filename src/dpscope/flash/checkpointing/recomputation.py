@@ -171,6 +171,9 @@ class BlockPass:
 
     `gathered` holds them until the block's norms are taken, which is when backward leaves the block. If it is `summed`
     then, it runs again only if it `keeps_boundary` and one of its parameters turns out to be used elsewhere, too.
+
+    products: how many products of layers torch made when it ran the block for this pass. A checkpoint stops at the last
+    tensor that backward reads, so nobody reads the value of a later one.
     """
 
     index: int
@@ -180,6 +183,7 @@ class BlockPass:
     summed: bool = False
     keeps_boundary: bool = True
     input: BlockInput | None = None
+    products: int = 0
     is_open: bool = True  # until backward leaves the block
     gathered: dict[Slot, list[Contribution]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)

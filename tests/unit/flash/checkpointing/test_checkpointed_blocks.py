@@ -381,6 +381,49 @@ def test_what_a_lean_step_holds_after_backward_is_the_boundaries_of_its_blocks()
     assert held[None] > layers
 
 
+class MLPBlock(nn.Module):
+    """`ends`: what follows its last product."""
+
+    def __init__(self, ends: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.ends, self.reentrant = nn.Linear(8, 32), nn.Linear(32, 8), ends, reentrant
+
+    def block(self, x):
+        return x + self.ends(self.last(torch.tanh(self.first(x))))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize(
+    ("ends", "reentrant", "products"),
+    [
+        (nn.Identity(), False, 1),
+        (nn.Tanh(), False, 2),  # its backward reads what it gives
+        (nn.Linear(8, 8).requires_grad_(False), False, 2),  # torch saves its weight after that product
+        (nn.Identity(), True, 2),  # torch runs all of a reentrant block again
+    ],
+    ids=["sum", "tanh", "frozen", "reentrant"],
+)
+def test_products_whose_values_nobody_reads_are_not_made_again(ends, reentrant, products, monkeypatch):
+    torch.manual_seed(0)
+    model = MLPBlock(ends, reentrant)
+    x = torch.randn(4, 5, 8, requires_grad=True)  # as a reentrant block wants it
+    gradients = true_gradients(model, x, lambda model, x: model.block(x).square().mean((1, 2)))
+    made = []
+    linear = Recorder.linear
+    monkeypatch.setattr(Recorder, "linear", lambda *args: (made.append(1), linear(*args))[1])
+    with FlashEngine(model, max_grad_norm=some_clipped(gradients), memory_budget="lean") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            made.clear()
+            engine.finish()
+        assert how(engine) == ["recomputed"]
+        assert len(made) == products
+        assert_sums(model, clipped(gradients, engine.max_grad_norm))
+
+
 def test_blocks_run_again_where_opacus_users_say_so_in_make_private():
     model = OneBlock()
     data = TensorDataset(torch.randn(8, 16, 6))
