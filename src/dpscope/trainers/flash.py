@@ -61,7 +61,7 @@ class DPFlashClippingTrainer(StandardTrainer):
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
         for slot, part in self.engine.contributions():
-            values = part.per_sample
+            values = part.values
             if values is None and not part.is_borrowed:
                 values = part.summed_later
             if values is not None:

@@ -235,7 +235,7 @@ def _stream(
     slots: Slots, micro: MicroBatch, made: MadeSums, into: RunningSum | None, *, factored: bool
 ) -> Iterator[SumBatch]:
     """Yield the sum of every trainable parameter once. `made`: those that are made already."""
-    done = {*micro.parameters, *made}
+    done = {*map(id, micro.parameters), *map(id, made)}
     if made:
         batch = SumBatch(list(made), list(made.values()), None)
         made.clear()  # what is handed out is not held here
@@ -245,9 +245,9 @@ def _stream(
     yield from _zeros(slots, done, into)
 
 
-def _zeros(slots: Slots, done: set[nn.Parameter], into: RunningSum | None) -> Iterator[SumBatch]:
-    """Yield zero sums of the trainable parameters that no backward pass reached."""
-    for parameter in slots:
-        if parameter not in done and parameter.requires_grad:
+def _zeros(slots: Slots, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
+    """Yield zero sums of the trainable parameters that no backward pass reached. `done`: ids of the others."""
+    for key, parameter in zip(map(id, slots), slots, strict=True):
+        if key not in done and parameter.requires_grad:
             existing = into(parameter) if into else None
             yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)

@@ -9,7 +9,6 @@ node that made the capture leaves (regions.py) runs outside of the graph and rec
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -138,6 +137,7 @@ class GraphCalls:
 class GraphRecorder(Recorder):
     """Recorder of calls in compiled graphs: pure tensor work. The checks of eager calls ran before the graph began."""
 
+    notes_inputs = False
     sums_at_once = True
 
     def __init__(self, engine: Engine) -> None:
@@ -152,9 +152,6 @@ class GraphRecorder(Recorder):
     def saved(ctx: Any) -> tuple[Any, ...]:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors
-
-    def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
-        pass
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -78,22 +78,19 @@ def sample_products(x: Tensor, g: Tensor) -> Tensor:
 
 
 class Contribution:
-    """Contribution of one use of a parameter, for all samples. Subclasses define how it is held, normed and summed."""
+    """Contribution of one use of a parameter, for all samples. Subclasses define how it is held, normed and summed.
+
+    A step asks hundreds of them the same: what it asks of all is an attribute, not a method.
+    """
 
     __slots__ = ()
     kind: ClassVar[str]  # for explain()
-
-    @property
-    def batch_size(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def per_sample(self) -> Tensor | None:
-        """Per-sample gradients, (B, *shape), if that is what is held."""
-
-    @property
-    def summed_later(self) -> Tensor | None:
-        """g: (B, T, p) whose sums over T are the per-sample gradients, if that is what is held."""
+    batch_size: int
+    values: Tensor | None = None  # per-sample gradients, (B, *shape), if that is what is held
+    squares: Tensor | None = None  # (B, n), whose sums over n are the squared norms, where they are known
+    summed_later: Tensor | None = None  # g: (B, T, p) whose sums over T they are, if that is what is held
+    decision: Decision | None = None  # the path of its norms, if it has one
+    is_copy: bool = False  # of memory that a CUDA graph keeps
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
@@ -101,17 +98,8 @@ class Contribution:
         return ()
 
     @property
-    def decision(self) -> Decision | None:
-        """The path of its norms, if it has one."""
-
-    @property
     def shapes(self) -> dict[str, torch.Size]:
         return {}
-
-    @property
-    def is_copy(self) -> bool:
-        """True if a CUDA graph keeps the memory that this is a copy of."""
-        return False
 
     @property
     def is_borrowed(self) -> bool:
@@ -166,11 +154,13 @@ class Kept(Contribution):
     squares: (B, n), whose sums over n are the squared norms of these values, if they are known
     """
 
-    __slots__ = ("owned", "squares", "values", "version")
+    __slots__ = ("batch_size", "owned", "squares", "values", "version")
     kind = "kept"
+    values: Tensor
 
     def __init__(self, values: Tensor, *, squares: Tensor | None = None, owned: bool = True) -> None:
         self.values = values
+        self.batch_size = values.shape[0]
         self.squares = squares
         self.owned = owned
         self.version = values._version
@@ -179,26 +169,15 @@ class Kept(Contribution):
         return self.squares if self.values._version == self.version else None
 
     @property
-    def batch_size(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def per_sample(self) -> Tensor:
-        return self.values
-
-    @property
     def is_borrowed(self) -> bool:
         return not self.owned
-
-    def launch_key(self) -> tuple[object, ...]:
-        return (Kept,)
 
     def check_unchanged(self, name: str) -> None:
         if not self.owned and self.values._version != self.version:
             refuse_changed(name)
 
     def absorb(self, other: Contribution, dtype: torch.dtype) -> bool:
-        values = other.per_sample
+        values = other.values
         if values is None or not self.owned or self.values.dtype != dtype or self.values.shape != values.shape:
             return False
         self.values.add_(values)
@@ -220,35 +199,29 @@ class Summed(Contribution):
     owned: g holds sums over stretches of positions and has no other owner; otherwise an Outer holds it, too
     """
 
-    __slots__ = ("g", "owned", "version")
+    __slots__ = ("batch_size", "owned", "summed_later", "version")
     kind = "kept"
+    summed_later: Tensor
 
     def __init__(self, g: Tensor, *, owned: bool = False) -> None:
-        self.g = g
+        self.summed_later = g
+        self.batch_size = g.shape[0]
         self.owned = owned
         self.version = g._version
-
-    @property
-    def batch_size(self) -> int:
-        return self.g.shape[0]
-
-    @property
-    def summed_later(self) -> Tensor:
-        return self.g
 
     @property
     def is_borrowed(self) -> bool:
         return not self.owned
 
     def check_unchanged(self, name: str) -> None:
-        if self.g._version != self.version:
+        if self.summed_later._version != self.version:
             refuse_changed(name)
 
     def grouped(self, group: Callable[[Tensor], Tensor], rules: PathRules) -> Summed:
-        return Summed(group(self.g).flatten(1, 2), owned=self.owned)
+        return Summed(group(self.summed_later).flatten(1, 2), owned=self.owned)
 
     def materialise(self) -> Tensor:
-        return bias_sums(self.g)
+        return bias_sums(self.summed_later)
 
 
 def refuse_changed(name: str) -> NoReturn:
@@ -273,28 +246,21 @@ class Saved(Contribution):
     `decision`: the path their norms take; `kind` and `names` of the two tensors are for explain().
     """
 
-    __slots__ = ("_is_copy", "decision", "first", "g", "versions")
+    __slots__ = ("batch_size", "decision", "first", "g", "is_copy", "versions")
     names: ClassVar[tuple[str, str]] = ("x", "g")
 
     def __init__(self, first: Tensor, g: Tensor, decision: Decision) -> None:
         # The tensor without its history: holding it must not hold the graph of the forward pass.
         self.first = first.detach() if first.requires_grad else held(first)
         self.g = held(g)
-        self._is_copy = self.g is not g
+        self.is_copy = self.g is not g
+        self.batch_size = g.shape[0]
         self.versions = (self.first._version, self.g._version)
         self.decision: Decision = decision
 
     @property
-    def batch_size(self) -> int:
-        return self.g.shape[0]
-
-    @property
     def saved(self) -> tuple[Tensor, Tensor]:
         return self.first, self.g
-
-    @property
-    def is_copy(self) -> bool:
-        return self._is_copy
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -438,19 +404,12 @@ class Lookup(Saved):
 class Tied(Contribution):
     """The rows of an embedding beside the product of a head that is tied to it: two uses of one weight."""
 
-    __slots__ = ("lookup", "outer")
+    __slots__ = ("batch_size", "decision", "lookup", "outer")
     kind = f"{Lookup.kind} + {Outer.kind}"
 
     def __init__(self, lookup: Lookup, outer: Outer) -> None:
         self.lookup, self.outer = lookup, outer
-
-    @property
-    def batch_size(self) -> int:
-        return self.outer.batch_size
-
-    @property
-    def decision(self) -> Decision:
-        return self.outer.decision
+        self.batch_size, self.decision = outer.batch_size, outer.decision
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

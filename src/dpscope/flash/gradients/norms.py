@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from dpscope.flash.kernels.gram_norms import gram_norms_apart, gram_norms_square
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_apart, kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
+from dpscope.flash.kernels.tensor_lists import alike, seen_of
 from dpscope.flash.torch_side.captures import device_cache
+
+_DTYPE = attrgetter("dtype")
 
 # Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
 # (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
@@ -50,7 +54,7 @@ class SquaredNorms:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # which costs nothing, and MPS has not
         self._rows: list[tuple[list[int], Tensor]] = []  # groups, and squares of some of their parameters, (n, B)
         self._of_all: list[Tensor] = []  # (G, B)
-        self._sharing: dict[tuple[object, ...], tuple[int, Tensor, list[Tensor]]] = {}
+        self._products: list[tuple[int, Outer]] = []
         self._reads_tf32 = reads_tf32(device)  # the operands of float32 products
         self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[tuple[int, GramUnit]] = []
@@ -73,19 +77,21 @@ class SquaredNorms:
         for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
             if part is None:
                 continue
-            if part.decision is None:  # as most are, of hundreds in a step
-                self._count(group, part)
+            if part.values is not None and part.squares is None:  # as most are, of hundreds in a step
+                self._kept.append((group, part.values))
             else:
                 parts[index] = self.add_part(group, part)
 
     def add_part(self, group: int, part: Contribution) -> Contribution:
         """Count one parameter's contribution. Return what is kept of it from now on."""
+        if type(part) is Outer and part.decision.path == GRAM:
+            truncated = self._reads_tf32 and part.g.dtype == torch.float32
+            if truncated or exact_path(GRAM, part.g) == GRAM:
+                part = self._truncate(part) if truncated else part  # exact for operands that TF32 holds
+                self._products.append((group, part))
+                return part
         part = as_summed(part)
-        if self._reads_tf32 and type(part) is Outer and part.decision.path == GRAM and part.g.dtype == torch.float32:
-            part = self._truncate(part)  # a Gram norm is exact for operands that TF32 holds
-            self._share(group, part)
-        else:
-            self._count(group, part)
+        self._count(group, part)
         return part
 
     def _count(self, group: int, part: Contribution) -> None:
@@ -100,7 +106,7 @@ class SquaredNorms:
             if path == RANK1:
                 self.add_row(group, part.rank1_norms_squared())
             else:
-                self._share(group, part)
+                self._products.append((group, part))
         elif isinstance(part, Tied):
             self.add_row(group, self._of_tied(part.lookup, part.outer))
         else:
@@ -126,11 +132,6 @@ class SquaredNorms:
         if x is None:
             x = self._truncated[key] = truncated_to_tf32(part.first)
         return Outer(x, truncated_to_tf32(part.g), part.decision)
-
-    def _share(self, group: int, part: Outer) -> None:
-        """Put layers of one group that read the same x (q, k, v) into one Gram unit."""
-        x, g = part.first, part.g
-        self._sharing.setdefault((group, *place_of(x), g.dtype), (group, x, []))[2].append(g)
 
     def result(self) -> Tensor:
         """Return squared norms, (G, B). They may hold inf or NaN: such samples are dropped, not repaired."""
@@ -158,11 +159,15 @@ class SquaredNorms:
 
     def _add_units(self) -> None:
         """Add the norms of the Gram units that wait, those of all groups in one launch."""
-        waiting = [
-            (group, GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32))
-            for group, x, gs in self._sharing.values()
-        ] + self._lookups
-        self._sharing, self._truncated, self._lookups = {}, {}, []
+        groups = [group for group, _ in self._products]
+        xs, gs = [part.first for _, part in self._products], [part.g for _, part in self._products]
+        # Layers of one group that read the same x (q, k, v) share a unit.
+        places = zip(groups, map(Tensor.data_ptr, xs), seen_of(xs), map(_DTYPE, gs), strict=True)
+        waiting = self._lookups
+        for (group, *_, dtype), sharing in alike(places).items():
+            own, in_tf32 = tuple([gs[at] for at in sharing]), self._reads_tf32 and dtype == torch.float32
+            waiting.append((group, GramUnit(gs=own, xs=(xs[sharing[0]],), in_tf32=in_tf32)))
+        self._products, self._truncated, self._lookups = [], {}, []
         units = [unit for _, unit in waiting]
         if self._groups == 1 and units:
             self.add_row(0, gram_norms_squared(units))

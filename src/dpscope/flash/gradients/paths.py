@@ -328,9 +328,27 @@ def choose_path(product: Product, room: Room = "freed", forced: str | None = Non
 
 @lru_cache(maxsize=4096)  # asked by every layer in every backward pass
 def _choices(
-    product: Product, dtype: torch.dtype, forced: str | None, runs_again: bool
+    x: Sequence[int],
+    p: int,
+    dtype: torch.dtype,
+    forced: str | None,
+    runs_again: bool,
+    rounding: float,
+    in_tf32: bool,
+    unfolded: Unfolded | None,
+    width_freed: int | None,
+    normed: bool,
+    reduced: bool,
 ) -> tuple[Decision, Decision, float]:
-    """Return the decision with room to keep, the decision without, and the bytes of room that are needed."""
+    """Return the decision with room to keep, the decision without, and the bytes of room that are needed.
+
+    x: (batch, length, d); the others are as in `Product`.
+    """
+    alone = reduced and x[0] == 1  # a lone sample's gradient is stored in the parameter's dtype
+    stored = max(4, dtype.itemsize) if alone else stored_dtype(dtype).itemsize
+    batch, length, d = x
+    sizes = batch, length, d, p, dtype.itemsize, stored
+    product = Product(*sizes, rounding, in_tf32, unfolded, width_freed, normed, reduced)
     choose = partial(choose_path, product, forced=forced)
     if runs_again:
         held, again = choose("freed"), choose("none")
@@ -381,23 +399,9 @@ class PathRules:
     ) -> Decision:
         """Decide for a layer with x: (batch, length, d) and g: (batch, length, p). Give `p` if g has another shape."""
         rounding = 0.0 if unfolded is not None and unfolded.by_kernel else _rounding_of(g)
-        batch, length, d = x
-        alone = self.reduced and batch == 1  # a lone sample's gradient is stored in the parameter's dtype
-        product = Product(
-            batch,
-            length,
-            d,
-            g.shape[-1] if p is None else p,
-            itemsize=g.dtype.itemsize,
-            stored_itemsize=max(4, g.dtype.itemsize) if alone else stored_dtype(g.dtype).itemsize,
-            rounding=rounding,
-            in_tf32=bool(rounding) and reads_tf32(g.device),
-            unfolded=unfolded,
-            width_freed=width_freed,
-            normed=normed,
-            reduced=self.reduced,
-        )
-        fitting, lean, more = _choices(product, g.dtype, self.forced, self.runs_again())
+        in_tf32, p = bool(rounding) and reads_tf32(g.device), g.shape[-1] if p is None else p
+        how = self.forced, self.runs_again(), rounding, in_tf32, unfolded, width_freed, normed, self.reduced
+        fitting, lean, more = _choices(x, p, g.dtype, *how)
         if rounding and lean.path == GRAM:
             self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)
             more += self._largest_copy

@@ -267,7 +267,7 @@ def _in_order(columns: Sequence[Sequence[Tensor]], backend: Backend) -> Sequence
     Weights in torch.channels_last are the common case. A kernel and a few copies take far less than torch's operators,
     which make noise in dozens of small kernels.
     """
-    odd = [i for i, parameter in enumerate(columns[0]) if not parameter.is_contiguous()]
+    odd = [i for i, in_order in enumerate(map(Tensor.is_contiguous, columns[0])) if not in_order]
     if not odd or not use_triton(backend, columns[0][odd[0]].device, served=True):
         return columns
     copied = [list(column) for column in columns]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -95,29 +96,28 @@ def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = Non
 
 def makes_norms(x: Tensor, g: Tensor) -> bool:
     """Return True if products of x and g are expected to come with their norms. The first product decides."""
-    return not _faults and _has_wgmma(g.device) and _is_served(x, g)
+    is_bfloat16 = g.dtype == torch.bfloat16 and x.dtype == torch.bfloat16
+    return is_bfloat16 and not _faults and _has_wgmma(g.device) and g.device == x.device and _is_served(x, g)
 
 
 def _is_served(x: Tensor, g: Tensor) -> bool:
     """Return True if the kernel serves x and g. If d is a multiple of 8, rows of values start on 16-byte words, too."""
-    if g.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or g.dim() != 3 or x.dim() != 3 or g.device != x.device:
+    return _are_served(x.shape, g.shape) and rows_are_aligned(x, g)
+
+
+@lru_cache(maxsize=1024)  # asked by every layer in every backward pass
+def _are_served(x: torch.Size, g: torch.Size) -> bool:
+    if len(x) != 3 or len(g) != 3 or x[:2] != g[:2]:
         return False
-    (batch, length, p), (batch_of_x, length_of_x, d) = g.shape, x.shape
-    return (
-        (batch, length) == (batch_of_x, length_of_x)
-        and batch >= 2
-        and length >= SHORTEST
-        and p > 0
-        and d > 0
-        and d % 8 == 0
-        and rows_are_aligned(x, g)
-    )
+    (batch, length, d), p = x, g[2]
+    return batch >= 2 and length >= SHORTEST and p > 0 and d > 0 and d % 8 == 0
 
 
 def _has_wgmma(device: torch.device) -> bool:
     """Return whether the device has wgmma: only capability 9.0 does, later GPUs have other instructions."""
-    known = dry_run.current() is not None or has_triton(*OLDEST_GLUON)
-    return device.type == "cuda" and known and capability(device_index(device)) == (9, 0)
+    if device.type != "cuda" or not (dry_run.current() is not None or has_triton(*OLDEST_GLUON)):
+        return False
+    return capability(device_index(device)) == (9, 0)
 
 
 def _launch(x: Tensor, g: Tensor, tiles: ProductTiles, programs: int | None = None) -> tuple[Tensor, Tensor]:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.tensor_lists import pointer_at
+from dpscope.flash.kernels.tensor_lists import alike, pointer_at, seen_of
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
@@ -66,12 +66,10 @@ def bias_sums(g: Tensor) -> Tensor:
 @allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
 def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[Tensor]:
     """Return `bias_sums` of each g: (B, T, p). Those of equal shape, stride and dtype share a launch."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, g in enumerate(gs):
-        groups.setdefault((g.shape, g.stride(), g.dtype, g.get_device()), []).append(index)
+    groups = alike(zip(seen_of(gs), map(Tensor.get_device, gs), strict=True))
     found: list[Tensor] = list(gs)
     launches: list[tuple[list[Tensor], Tensor]] = []
-    for (shape, stride, dtype, _), members in groups.items():
+    for ((shape, stride, dtype), _), members in groups.items():
         device = gs[members[0]].device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         sums = torch.empty((len(members), shape[0], shape[2]), dtype=wide, device=device)
@@ -236,7 +234,7 @@ def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
                 width,
                 *first.stride()[:2],
                 DTYPE=TRITON_DTYPES[first.dtype],
-                ALIGNED=not any(pointer % 16 for pointer in own),
+                ALIGNED=reduce(or_, own) % 16 == 0,
                 ROWS=ROWS,
                 BLOCK_T=8,
                 BLOCK=block,

@@ -38,13 +38,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from itertools import chain
 from operator import or_
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
+from dpscope.flash.kernels.tensor_lists import alike, seen_of
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
@@ -146,10 +146,8 @@ def scaled_sums(
     given, rows = outs or [None] * len(gs), rows or [0] * len(gs)
     scale = scale if scale.dim() == 2 else scale.unsqueeze(0)
     # Pairs of one key share their checks and a launch: what is left for each pair is a few integers.
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, (g, x, out) in enumerate(zip(gs, xs, given, strict=True)):
-        target = None if out is None else (out.shape, out.stride(), out.dtype)
-        groups.setdefault((g.shape, x.shape, g.dtype, x.dtype, g.stride(), x.stride(), target), []).append(i)
+    targets = [None if out is None else (out.shape, out.stride(), out.dtype) for out in given]
+    groups = alike(zip(*map(seen_of, (gs, xs)), targets, strict=True))
     results: dict[int, Tensor] = {}
     launches: list[_SumGroup] = []
     for members in groups.values():
@@ -220,7 +218,8 @@ class _SumGroup:
     def table(self, start: int) -> list[int]:
         """Return pointers to g, x and out of every pair, from sample `start` on, and the place of its first factor."""
         g_skip, x_skip = (start * each.stride(0) * each.element_size() for each in (self.gs[0], self.xs[0]))
-        firsts = [row * len(self.gs[0]) + start for row in self.rows]
+        samples = self.gs[0].shape[0]
+        firsts = [row * samples + start for row in self.rows]
         pairs = zip(*self.pointers, firsts, strict=True)
         return [n for g, x, out, first in pairs for n in (g + g_skip, x + x_skip, out, first)]
 

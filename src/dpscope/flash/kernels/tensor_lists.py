@@ -13,12 +13,13 @@ travel in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, chain
 from operator import attrgetter, or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,8 +44,24 @@ ENOUGH_PROGRAMS = 1024
 
 Pointers = list[list[int]]  # columns, of tensors
 Kinds = dict[tuple[Any, ...], list[int]]
+_Key = TypeVar("_Key")
 
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+
+Seen = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def seen_of(tensors: Sequence[Tensor]) -> Iterator[Seen]:
+    """Yield shape, strides and dtype of each tensor."""
+    return zip(map(_SHAPE, tensors), map(Tensor.stride, tensors), map(_DTYPE, tensors), strict=True)
+
+
+def alike(keys: Iterable[_Key]) -> dict[_Key, list[int]]:
+    """Return the places of each key among the keys."""
+    found: defaultdict[_Key, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        found[key].append(place)
+    return found
 
 
 def noise_starts(tensors: Sequence[Tensor], first: int = 0) -> list[int]:
@@ -214,10 +231,7 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
     whole_blocks = (start % 4 == 0 for start in starts)
     in_order = map(all, zip(whole_blocks, *(map(Tensor.is_contiguous, column) for column in columns), strict=True))
     dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
-    kinds: Kinds = {}
-    for i, kind in enumerate(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True)):
-        kinds.setdefault(kind, []).append(i)
-    return kinds
+    return alike(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True))
 
 
 @device_cache(64)

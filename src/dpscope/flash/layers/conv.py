@@ -270,8 +270,8 @@ class ConvTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        if ctx.live[0]:
-            ctx.recorder.note_input(self.note_input, x)
+        if ctx.live[0] and ctx.recorder.notes_inputs:
+            self.note_input(x)
         ctx.recorder.save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         ctx.geometry = at = self.setting().geometry
         images = x if x.dim() == self.min_dim else x.flatten(0, 1)

@@ -24,9 +24,9 @@ from dpscope.flash.torch_side.arguments import NEEDS_DENSE
 
 def as_sequences(x: Tensor) -> Tensor:
     """Return x: (B, *, d) as (B, T, d), a view if strides allow; (B, d) becomes (B, 1, d)."""
-    if x.dim() == 3:
+    if x.ndim == 3:
         return x
-    return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.unsqueeze(1) if x.ndim == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 ALIGNED_FROM = 1024
@@ -80,12 +80,13 @@ class LinearTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        recorder = ctx.recorder
-        if ctx.live[0]:
+        recorder, trains_weight = ctx.recorder, ctx.live[0]
+        if trains_weight:
             if x.layout != torch.strided:
                 self._refuse_sparse()
-            recorder.note_input(self.note_input, x)
-        recorder.save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+            if recorder.notes_inputs:
+                self.note_input(x)
+        recorder.save(ctx, x if trains_weight else None, weight if ctx.needs_input_grad[1] else None)
         output: Tensor = recorder.linear(x, weight.t() if self.transposed else weight, bias)
         return output
 

@@ -243,16 +243,13 @@ class PulledBack(Later):
     block adds to its scores is pulled back once a step, not once a block.
     """
 
-    __slots__ = ("parameter", "pull", "q", "rows", "version")
+    __slots__ = ("batch_size", "parameter", "pull", "q", "rows", "version")
     decision = Decision(KEEP, "the gradients of what is made of it are pulled back together")
 
     def __init__(self, q: Tensor, parameter: Tensor, rows: Tensor, pull: Pull) -> None:
         self.q, self.parameter, self.rows, self.pull = q, parameter, rows, pull
         self.version = parameter._version
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.rows)
+        self.batch_size = len(rows)
 
     @property
     def is_borrowed(self) -> bool:
@@ -283,8 +280,8 @@ class Derived(Later):
     """
 
     __slots__ = (
-        "__weakref__", "at", "directions", "gain", "inner", "products", "q", "rows", "squares", "tell", "versions",
-        "w", "waiting",
+        "__weakref__", "at", "batch_size", "directions", "gain", "inner", "products", "q", "rows", "squares", "tell",
+        "versions", "w", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -304,6 +301,7 @@ class Derived(Later):
         self.rows: EqualRows | None = None
         self.at = _ALL  # of those rows
         self.squares: Tensor | None = None
+        self.batch_size = patches.batch_size
         waiting.append(ref(self))
 
     def _versions(self) -> tuple[int, int]:
@@ -311,10 +309,6 @@ class Derived(Later):
 
     def is_as_recorded(self) -> bool:
         return self._versions() == self.versions
-
-    @property
-    def batch_size(self) -> int:
-        return self.inner.batch_size
 
     def launch_key(self) -> tuple[object, ...]:
         return (Derived,)
@@ -346,7 +340,7 @@ class Derived(Later):
         totals: dict[Derived, Tensor] = {}
         for row, member in zip(rows, members, strict=True):
             member.square_parts()
-            alone = member.inner.per_sample is None
+            alone = member.inner.values is None
             totals[member] = member.inner.clipped_sum(scale[row], None) if alone else next(made)
             del member.inner  # x and g, if nobody else holds them
         for alike in dict.fromkeys(member.rows for member in members):
@@ -380,14 +374,10 @@ class Derived(Later):
 class OfGain(Later):
     """Per-sample gradients of the gain of a derived weight."""
 
-    __slots__ = ("weight",)
+    __slots__ = ("batch_size", "weight")
 
     def __init__(self, weight: Derived) -> None:
-        self.weight = weight
-
-    @property
-    def batch_size(self) -> int:
-        return self.weight.batch_size
+        self.weight, self.batch_size = weight, weight.batch_size
 
     def check_unchanged(self, name: str) -> None:
         self.weight.check_unchanged(name)

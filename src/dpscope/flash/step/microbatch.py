@@ -117,7 +117,8 @@ class MicroBatch:
     ) -> None:
         self.size = _checked_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
-        self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
+        several = len(clip.bounds) > 1
+        self._clip, self._groups = clip, [clip.group_of(slot.name) if several else 0 for slot, _ in recorded]
         self._real, self._bounds = real, bounds
         parts = [uses[0] if len(uses) == 1 else combine_uses(slot, uses, rules) for slot, uses in recorded]
         recorded.clear()  # what was put together need not outlive this
@@ -187,11 +188,11 @@ class MicroBatch:
     def _group_bytes(self, factored: bool) -> int:
         """Return how much is summed at once. Kept per-sample gradients come first and free memory for the others."""
         there = [part for part in self._parts if part is not None]
-        if any(part.is_copy for part in there):
+        if True in [part.is_copy for part in there]:
             return LEAST_GROUP_BYTES
         if self._room is None:
             return GROUP_BYTES
-        kept = [values for part in there if (values := part.per_sample) is not None]
+        kept = [values for part in there if (values := part.values) is not None]
         freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
         return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
 
@@ -243,21 +244,24 @@ def sum_parts(
 
 def _groups(parameters: list[nn.Parameter], parts: Combined, group_bytes: int) -> list[list[int]]:
     """Group parameters whose sums are made together. Per-sample gradients that are kept come first."""
-    kinds: dict[tuple[object, ...], dict[tuple[object, ...], list[int]]] = {(Kept,): {}}
+    kept = [index for index, part in enumerate(parts) if part is not None and part.values is not None]
+    kinds: dict[object, dict[tuple[object, ...], list[int]]] = {}
     for index, part in enumerate(parts):
-        if part is not None:
+        if part is not None and part.values is None:
             key = part.launch_key()
             kinds.setdefault(key[:1], {}).setdefault(key, []).append(index)
+    sizes = [*map(Tensor.numel, parameters)]
     groups: list[list[int]] = []
-    for alike in kinds.values():
-        size = group_bytes
-        for index in chain.from_iterable(alike.values()):  # those of one launch one after the other
-            if size >= group_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(index)
-            size += 4 * parameters[index].numel()
-    return groups
+    # Those of one launch one after the other.
+    for order in (kept, *(list(chain.from_iterable(alike.values())) for alike in kinds.values())):
+        first = size = 0
+        for at, index in enumerate(order):
+            if 4 * size >= group_bytes:
+                groups.append(order[first:at])
+                first, size = at, 0
+            size += sizes[index]
+        groups.append(order[first:])
+    return [group for group in groups if group]
 
 
 def _sum_group(
@@ -273,7 +277,7 @@ def _sum_group(
     taken = [part for at in places if (part := parts[at]) is not None]
     for at in places:
         parts[at] = None
-    kept = [values for part in taken if (values := part.per_sample) is not None]
+    kept = [values for part in taken if (values := part.values) is not None]
     if kept and factored:
         return SumBatch(parameters, kept, scale, rows)
     outs = [into(p) if into else None for p in parameters]
@@ -286,13 +290,13 @@ def _sum_group(
 
 def _checked_batch_size(recorded: Recorded, normed: Sequence[Normed]) -> int:
     """Return the number of samples, which all contributions share. Check that no contribution was changed since."""
-    sizes = {squared.shape[1] for squared, _ in normed}
     for slot, contributions in recorded:
         if slot.parameter.dtype.is_complex:
             refuse_complex(slot.name, slot.parameter)
         for part in contributions:
             part.check_unchanged(slot.name)
-            sizes.add(part.batch_size)
+    sizes = {squared.shape[1] for squared, _ in normed}
+    sizes |= {part.batch_size for _, contributions in recorded for part in contributions}
     if len(sizes) > 1:
         raise UserError(
             f"one backward pass holds forward passes of {sorted(sizes)} samples, which have to be about the same "

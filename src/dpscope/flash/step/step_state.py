@@ -240,7 +240,9 @@ class StepState:
 
     def take_recorded(self) -> Recorded:
         """Take what backward passes have left, in the order in which they met parameters."""
-        recorded = [(slot, slot.take()) for slot in self._touched]
+        recorded = [(slot, slot.contributions) for slot in self._touched]
+        for slot in self._touched:
+            slot.contributions = []
         self._touched.clear()
         return recorded
 
@@ -335,9 +337,7 @@ class StepState:
 
     def drop(self) -> None:
         """Forget the micro-batch with all that backward passes have left."""
-        for slot in self._touched:
-            slot.take()
-        self._touched.clear()
+        self.take_recorded()
         self._running.clear()
         for forget in self._forget:
             forget()

@@ -31,6 +31,7 @@ from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.autocast import SharedCast
 from dpscope.flash.torch_side.autograd_graph import Anchor
 
+_graph_task = torch._C._current_graph_task_id
 _NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -69,6 +70,7 @@ class Recorder:
     """Recorder of ordinary passes: what layers leave is held until the micro-batch is closed."""
 
     wanted: Collection[Slot] | None = None  # parameters whose gradients are recorded; None: all
+    notes_inputs = True  # layers note what they read, by its address
     sums_at_once = False  # sums over positions are taken in backward, and not postponed
     runs_again = False  # layers that ask for their path are in a block that runs again for its sums, or is to
 
@@ -83,7 +85,6 @@ class Recorder:
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         """Take what a layer leaves for a parameter."""
-        self.engine.path_rules.budget.begin_backward()
         self.engine.state.record(slot)
         slot.add(contribution)
 
@@ -98,10 +99,6 @@ class Recorder:
     bias_sums = staticmethod(sample_sums.bias_sums)
     layer_norm_sums = staticmethod(sample_sums.layer_norm_sums)
     rms_norm_gradients = staticmethod(rms_norm.rms_norm_gradients)
-
-    def note_input(self, note: Callable[[Tensor], None], x: Tensor) -> None:
-        """Call `note` with the input of a layer that runs now."""
-        note(x)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b."""
@@ -126,7 +123,8 @@ def note_call(ctx: Any, tap: Any) -> None:
 def is_recording(ctx: Any) -> bool:
     """Return whether this backward pass records. Refuse one that is not the micro-batch's, or is differentiated."""
     engine: Engine = ctx.tap.engine
-    recording, differentiated = engine.anchor.is_recording(), torch.is_grad_enabled()
+    anchor, differentiated = engine.anchor, torch.is_grad_enabled()
+    recording = anchor.recording if _graph_task() == anchor.graph_task else anchor.is_recording()
     if differentiated or (recording and ctx.generation != engine.state.generation):
         engine.state.check_graph(ctx.tap.name, ctx.generation)
         if differentiated:

@@ -49,7 +49,7 @@ class Tapped(torch.autograd.Function):
             x = x.resolve_neg()
         engine = tap.engine
         ctx.tap, ctx.live, ctx.recorder, ctx.generation = tap, live, engine.recorder, engine.state.generation
-        if not x.size(0):
+        if not x.shape[0]:
             ctx.empty = x.shape
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
@@ -188,7 +188,7 @@ class LayerTap(TapOfSamples):
         super().__init__(engine, name, module)
         self.parameters = module._parameters
         self.graph_calls: Any = None  # the recorder's of compiled graphs
-        self.expected = [(key, module._parameters.get(key)) for key in self.names]
+        self.expected = [module._parameters.get(key) for key in self.names]
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
         ]
@@ -212,17 +212,15 @@ class LayerTap(TapOfSamples):
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, Proxy):
             x = x.samples(self.module)
-        parameters = self.parameters
-        live = []
-        for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
-            parameter = parameters.get(key)
-            if parameter is not expected and self._accept_whole(key, parameter):
+        parameters = [*map(self.parameters.get, self.names)]
+        for index, (parameter, expected) in enumerate(zip(parameters, self.expected, strict=True)):
+            if parameter is not expected and self._accept_whole(index, parameter):
                 return self.original(x)
-            live.append(parameter is not None and parameter.requires_grad)
+        live = [parameter is not None and parameter.requires_grad for parameter in parameters]
         if True not in live:
             return self.original(x)
         engine = self.engine
-        if x.dim() not in self.known or x.shape[0] != engine.state.running_size:
+        if x.ndim not in self.known or x.shape[0] != engine.state.running_size:
             blocks = self.blocks_in(x, engine.forwards.batch_for(self, (x,), {}))
             if blocks is not None:
                 return self(blocks).flatten(0, 1)
@@ -244,24 +242,23 @@ class LayerTap(TapOfSamples):
 
     def check_parameters(self) -> None:
         """Refuse parameters that were replaced."""
-        for key, expected in self.expected:
-            if self.parameters.get(key) is not expected:
-                self._accept_whole(key, self.parameters.get(key))
+        for index, key in enumerate(self.names):
+            if self.parameters.get(key) is not self.expected[index]:
+                self._accept_whole(index, self.parameters.get(key))
 
-    def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
+    def _accept_whole(self, index: int, parameter: nn.Parameter | None) -> bool:
         """Expect the shard, or the whole parameter that FSDP2 puts in its place around forward; refuse any other.
 
         Return True if a frozen layer now has another tensor in its place, whose parameters are followed elsewhere.
         """
-        index = self.names.index(key)
         slot = self.slots[index]
-        if isinstance(parameter, Proxy) and parameter.plain is self.expected[index][1]:
+        if isinstance(parameter, Proxy) and parameter.plain is self.expected[index]:
             return False  # the parameter is used elsewhere, too, and followed there
         if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
             return True
         if parameter is not None and (slot is None or not slot.stands_for(parameter)):
-            refuse_replaced(self, key)
-        self.expected[index] = (key, parameter)  # None if it was removed, as a bias may be
+            refuse_replaced(self, self.names[index])
+        self.expected[index] = parameter  # None if it was removed, as a bias may be
         return False
 
     def call_original(self, x: Tensor) -> Any:

@@ -57,19 +57,20 @@ class Anchor:
     """Leaf `tensor` that is an input of every tapped call.
 
     A backward that records calls `begin_backward` first; and what that returns last, unless it ends with an error.
+    `recording` is of the backward pass `graph_task`.
     """
 
     tensor: Tensor
 
     def __init__(self, begin_backward: Callable[[], Callable[[], None]]) -> None:
         self._begin_backward = begin_backward
-        self._recording = False
+        self.recording = False
         self._set(_leaf())
 
     def _set(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._node = torch.autograd.graph.get_gradient_edge(tensor).node
-        self._graph_task = -1
+        self.graph_task = -1
 
     @contextmanager
     def renewed(self) -> Iterator[Tensor]:
@@ -87,13 +88,13 @@ class Anchor:
         `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` do not: autograd then skips the anchor.
         """
         task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._recording = torch._C._will_engine_execute_node(self._node)
-            self._graph_task = task
-            if self._recording:
+        if task != self.graph_task:
+            self.recording = torch._C._will_engine_execute_node(self._node)
+            self.graph_task = task
+            if self.recording:
                 end: Callable[[], None] = self._begin_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(end)
-        return self._recording
+        return self.recording
 
 
 def _leaf() -> Tensor:

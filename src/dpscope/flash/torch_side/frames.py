@@ -43,7 +43,7 @@ def break_graph(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return call(*args, **kwargs)
 
 
-in_graph = torch.compiler.is_compiling  # whether torch.compile traces the code that asks
+in_graph = torch.compiler.is_dynamo_compiling  # whether torch.compile traces the code that asks
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -133,16 +134,12 @@ class OptionWatch:
         groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for holder, key in self._cells:
             groups.setdefault(id(holder), (holder, []))[1].append(key)
-        self._groups = list(groups.values())
-        self._cells = [(holder, key) for holder, keys in self._groups for key in keys]
+        self._cells = [(holder, key) for holder, keys in groups.values() for key in keys]
+        self._reads = [holder.get for holder, _ in groups.values()], [keys for _, keys in groups.values()]
 
     def values(self) -> list[Any]:
         """Return all of them as they are."""
-        found: list[Any] = []
-        for holder, keys in self._groups:
-            found.extend(map(holder.get, keys))
-        found.extend(map(len, self._counted))
-        return found
+        return [*chain.from_iterable(map(map, *self._reads)), *map(len, self._counted)]
 
     def changed_since(self, before: list[Any]) -> str | None:
         """Return the name of an option that is not as it was when `values` gave `before`; None if all are."""

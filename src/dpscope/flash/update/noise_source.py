@@ -111,6 +111,8 @@ class NoiseSource:
         of the first element that this rank holds.
         """
         for group in optimizer.param_groups:
+            if self._starts.keys() >= set(map(id, group["params"])):  # as a rule
+                continue
             for parameter in group["params"]:
                 if id(parameter) not in self._starts:
                     self._parameters.append(parameter)

@@ -130,10 +130,13 @@ class FusedUpdate:
     @torch.no_grad()
     def _run(self, batches: Iterable[SumBatch], how: Privatisation, key: Key, captured: CapturedUpdate | None) -> None:
         optimizer = self.optimizer
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        group_of: dict[int, _Group] = {}
+        for group in optimizer.param_groups:
+            group_of |= dict.fromkeys(map(id, group["params"]), group)
         starts = how.noise.starts(optimizer)
         privacy = {**how.numbers, "seed": key[0], "offset": key[1]}
-        step = _Step(optimizer.state, self._counts, privacy, captured, self._adam_bc)
+        states = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
+        step = _Step(optimizer.state, states, self._counts, privacy, captured, self._adam_bc)
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for batch in batches:
@@ -174,13 +177,15 @@ def _collect(
     Parameters of other optimizers, or frozen since backward, are left out.
     """
     waiting, factors = 0, batch.factors
-    owners = [id(p) if p.requires_grad and id(p) in group_of else None for p in batch.parameters]
-    numbers = [None if owner is None else id(group_of[owner]) for owner in owners]
-    factor_rows = batch.rows or [0] * len(owners)
-    for number, (parameters, sums, rows) in _split(numbers, batch.parameters, batch.tensors, [*factor_rows]):
-        if number is None:
+    trained = list(map(_IS_TRAINED, batch.parameters))
+    owners = list(map(group_of.get, map(id, batch.parameters)))
+    if not all(trained):
+        owners = [owner if is_trained else None for owner, is_trained in zip(owners, trained, strict=True)]
+    columns = batch.parameters, batch.tensors, [*batch.rows] or [0] * len(owners)
+    for number, (owner, parameters, sums, rows) in _split([*map(id, owners)], owners, *columns):
+        if owner[0] is None:
             continue
-        piece = pieces.setdefault((number, factors is None), _Piece(group_of[id(parameters[0])], factors))
+        piece = pieces.setdefault((number, factors is None), _Piece(owner[0], factors))
         piece.parameters += parameters
         piece.sums += sums
         piece.factor_rows += rows
@@ -219,6 +224,7 @@ class _Step:
     """The step that an update belongs to: the optimizer's state, key and noise, and the capture that it is in."""
 
     state_of: _State
+    states: Mapping[int, dict[str, Any]]  # by id of the parameter: a tensor's hash is a function of Python's
     counts: StepCounts
     privacy: dict[str, Any]
     captured: CapturedUpdate | None
@@ -275,7 +281,7 @@ def _adam(piece: _Piece, step: _Step, *, decoupled: bool = False) -> None:
     moments = _moments(group)
     entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
     try:
-        rows = list(map(entries, map(step.state_of.get, piece.parameters)))
+        rows = list(map(entries, map(step.states.get, map(id, piece.parameters))))
     except (TypeError, KeyError):  # no state, or not all of it
         made = (_with_moments(step.state_of[parameter], parameter, group, moments) for parameter in piece.parameters)
         rows = list(map(entries, made))
