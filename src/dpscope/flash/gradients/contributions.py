@@ -93,6 +93,11 @@ class Contribution:
     is_copy: bool = False  # of memory that a CUDA graph keeps
 
     @property
+    def squares_wait(self) -> bool:
+        """True if a launch may make the squares of several: see `squares_of`."""
+        return False
+
+    @property
     def saved(self) -> tuple[Tensor, ...]:
         """Return the tensors of the backward pass that are held: x and g."""
         return ()
@@ -130,6 +135,10 @@ class Contribution:
 
     def square_parts(self) -> Tensor | None:
         """Return (B, n) whose sums over n are the squared norms, where a kernel makes or has made them."""
+
+    def squares_of(self, members: Sequence[Any]) -> list[Tensor]:
+        """Return `square_parts` of contributions of this one's class, which wait for it."""
+        raise NotImplementedError
 
     def norms_squared(self) -> Tensor:
         """Return squared norms, (B,), without keeping per-sample gradients."""

@@ -60,6 +60,7 @@ class SquaredNorms:
         self._lookups: list[tuple[int, GramUnit]] = []
         self._kept: list[tuple[int, Tensor]] = []
         self._squares: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._waiting: list[tuple[int, Contribution]] = []  # for their squares
 
     def add(self, norms_squared: Tensor, groups: Sequence[int] | None = None) -> None:
         """Add squared norms, (G, B), of some groups or of all."""
@@ -96,7 +97,9 @@ class SquaredNorms:
 
     def _count(self, group: int, part: Contribution) -> None:
         """Count one contribution. Some wait, to be normed together with others."""
-        if (squares := part.square_parts()) is not None:
+        if part.squares_wait:
+            self._waiting.append((group, part))
+        elif (squares := part.square_parts()) is not None:
             self._squares[group].append(squares)
         elif isinstance(part, Kept):
             self._kept.append((group, part.values))
@@ -142,6 +145,11 @@ class SquaredNorms:
         elif kept:
             for members, found in kept_norms_apart(kept):
                 self.add(found, [self._kept[at][0] for at in members])
+        waiting, self._waiting = self._waiting, []
+        for of_class in alike(type(part) for _, part in waiting).values():
+            parts = [waiting[at][1] for at in of_class]
+            for at, found in zip(of_class, parts[0].squares_of(parts), strict=True):
+                self._squares[waiting[at][0]].append(found)
         for group, squares in self._squares.items():
             self.add_row(group, torch.cat(squares, 1).sum(1))
         owners = tuple(group for groups, _ in self._rows for group in groups)

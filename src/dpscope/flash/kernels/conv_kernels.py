@@ -3,6 +3,9 @@
 The arguments of a product: g: (B, images, groups·p, lines, line), x: copies of x, (B, images, groups·channels, copies,
 rows, line); a line has `words` words of WORD elements. Columns d are channels and places of the window; a copy holds
 x for one column of the window and one phase of the stride in y, of which every `stride`-th row is met.
+
+A launch makes the products of `members` convolutions of equal shapes, one after the other. Their x, and their g, lie
+in one tensor, or the argument is a table of their pointers, which are multiples of 16. Results lie in one tensor.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -12,27 +15,40 @@ from __future__ import annotations
 
 from functools import partial
 
+from dpscope.flash.kernels.tensor_lists import pointer_at
 from dpscope.flash.kernels.triton_runtime import constant, dot, jit, tl
 
 _LARGE, _SMALL = constant(2.0**50), constant(2.0**-40)
 _SHRINK, _GROW = constant(2.0**-75), constant(2.0**100)
 
 
+@jit
+def _of_member(operand, member, size, DTYPE: tl.constexpr):
+    """Return where a convolution's x or g begins, each of `size` elements."""
+    if operand.dtype.element_ty == tl.int64:
+        own = pointer_at(operand + member, DTYPE, True)
+    else:
+        own = operand + member.to(tl.int64) * size
+    return own
+
+
 _COPY_INTEGERS = (
-    "blocks", "channels", "height", "width", "rows", "words", "width_out", "stride", "step", "top", "left", "tap",
+    "images", "blocks", "channels", "height", "width", "rows", "words", "width_out", "stride", "step", "top", "left",
+    "tap",
 )  # fmt: skip
 
 
 @partial(jit, do_not_specialize=_COPY_INTEGERS)
 def _shifted_copy_kernel(
-    x, made, blocks, channels, height, width, rows, words, width_out, stride, step, top, left, tap,
-    PHASES: tl.constexpr, KERNEL_W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
+    x, made, images, blocks, channels, height, width, rows, words, width_out, stride, step, top, left, tap,
+    DTYPE: tl.constexpr, PHASES: tl.constexpr, KERNEL_W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some words of an image to all copies. x: (images, C, H, W), made: (images, C, copies, rows, line).
+    """Write some words of an image to all copies. x: (images, C, H, W), made: (members, images, C, copies, rows, line).
 
     A thread writes a word of WORD elements at once, and finds its place once for all of them.
     """
     image = (tl.program_id(0) // blocks).to(tl.int64)
+    x = _of_member(x, image // images, images.to(tl.int64) * channels * height * width, DTYPE)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     channel = at // (rows * words)
     place = at % (rows * words)
@@ -41,7 +57,7 @@ def _shifted_copy_kernel(
     along = tl.arange(0, WORD)[None, :]
     column = ((place % words) * WORD)[:, None] + along
     here = channel < channels
-    source = x + ((image * channels + channel) * height * width)[:, None]
+    source = x + (((image % images) * channels + channel) * height * width)[:, None]
     target = made + ((image * channels + channel) * (PHASES * KERNEL_W) * area + place * WORD)[:, None] + along
     for phase in tl.static_range(PHASES):
         row = y + phase
@@ -85,8 +101,8 @@ def squares_of(acc):
 
 
 _INTEGERS = (
-    "images", "lines", "words", "rows", "copies", "p", "d", "channels", "groups", "kernel", "kernel_w", "stride",
-    "down",
+    "members", "images", "lines", "words", "rows", "copies", "p", "d", "channels", "groups", "kernel", "kernel_w",
+    "stride", "down",
 )  # fmt: skip
 
 
@@ -106,17 +122,23 @@ def _measured(acc, direction, parts, at, tile, columns, outs, row, o_in):
 @partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))
 def _conv_norms_kernel(
     x, g, parts, directions, batch, each,
-    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    members, images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
+    DTYPE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Measure one tile of `each` samples' group per program, one after the other."""
     columns = tl.cdiv(d, BLOCK_N)
     tiles = tl.cdiv(p, BLOCK_O) * columns
-    tile = tl.program_id(0) % tiles
-    group = tl.program_id(0) // tiles % groups
-    first_sample = tl.program_id(0) // tiles // groups * each
+    programs = tl.num_programs(0) // members
+    member, program = tl.program_id(0) // programs, tl.program_id(0) % programs
+    tile = program % tiles
+    group = program // tiles % groups
+    first_sample = program // tiles // groups * each
     line = words * WORD
     whole = lines * line
+    of_images = (batch * images).to(tl.int64) * groups
+    x = _of_member(x, member, of_images * channels * copies * rows * line, DTYPE)
+    g = _of_member(g, member, of_images * p * whole, DTYPE)
     o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
     o_in, n_in = o < p, n < d
     row, outs = group * p + o, groups * p
@@ -134,7 +156,7 @@ def _conv_norms_kernel(
         own_g = g + (image * groups + group) * p * whole
         acc = _multiply(own_x, own_g, window, o, k * BLOCK_K, o_in, n_in, whole, acc, PRECISION, BLOCK_K)
         if (k == steps - 1) & ((image + 1) % images == 0):
-            b = image // images
+            b = member * batch + image // images
             slot = (b * groups + group) * tiles + tile if directions is None else b
             _measured(acc, direction, parts, slot, tile, columns, outs, row, o_in)
             acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
@@ -143,23 +165,28 @@ def _conv_norms_kernel(
 @partial(jit, do_not_specialize=_INTEGERS)
 def _conv_products_kernel(
     x, g, values, parts, directions,
-    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    members, images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
+    DTYPE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of one sample's group per program."""
     columns = tl.cdiv(d, BLOCK_N)
     tiles = tl.cdiv(p, BLOCK_O) * columns
     tile = tl.program_id(0) % tiles
-    b = (tl.program_id(0) // tiles // groups).to(tl.int64)
+    b = (tl.program_id(0) // tiles // groups).to(tl.int64)  # of all members
     group = tl.program_id(0) // tiles % groups
     line = words * WORD
     whole = lines * line
+    batch = tl.num_programs(0) // tiles // groups // members
+    of_images = (batch * images).to(tl.int64) * groups
+    x = _of_member(x, b // batch, of_images * channels * copies * rows * line, DTYPE)
+    g = _of_member(g, b // batch, of_images * p * whole, DTYPE)
     o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
     o_in, n_in = o < p, n < d
     row = group * p + o
     acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
     for image in range(images):
-        at = b * images + image
+        at = (b % batch) * images + image
         own_x = x + (at * groups + group) * channels * copies * rows * line
         own_g = g + (at * groups + group) * p * whole
         for first in range(0, whole, BLOCK_K):
@@ -180,23 +207,28 @@ def _conv_products_kernel(
 @partial(jit, do_not_specialize=(*_INTEGERS, "batch", "each"))
 def _conv_sum_kernel(
     x, g, totals, scale, batch, each, min_scale,
-    images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    members, images, lines, words, rows, copies, p, d, channels, groups, kernel, kernel_w, stride, down,
+    DTYPE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile over `each` samples per program. totals: (parts, groups·p, d)."""
+    """Sum one tile over `each` samples per program. totals: (members, parts, groups·p, d)."""
     tiles = tl.cdiv(p, BLOCK_O) * tl.cdiv(d, BLOCK_N)
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles % groups
-    part = tl.program_id(0) // tiles // groups
+    part = tl.program_id(0) // tiles // groups  # of all members
+    parts = tl.num_programs(0) // tiles // groups // members
     line = words * WORD
     whole = lines * line
+    of_images = (batch * images).to(tl.int64) * groups
+    x = _of_member(x, part // parts, of_images * channels * copies * rows * line, DTYPE)
+    g = _of_member(g, part // parts, of_images * p * whole, DTYPE)
     o, n, window = _place(tile, p, d, kernel, kernel_w, stride, down, copies, rows, line, BLOCK_O, BLOCK_N)
     o_in, n_in = o < p, n < d
     row = group * p + o
     total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
     acc = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(whole, BLOCK_K)
-    first_sample = part * each
+    first_sample = (part % parts) * each
     # One loop over all samples: a loop for each would drain and refill the pipeline between them.
     for at in range(first_sample * images * steps, min(batch, first_sample + each) * images * steps):
         image = (at // steps).to(tl.int64)

@@ -35,8 +35,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ from dpscope.flash.kernels.conv_kernels import (
     _shifted_copy_kernel,
 )
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
+from dpscope.flash.kernels.tensor_lists import alike
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
@@ -57,6 +58,7 @@ from dpscope.flash.kernels.triton_runtime import (
     has_triton,
     launch_on,
     stages_that_fit,
+    table_on,
     use_triton,
 )
 from dpscope.flash.torch_side import dry_run
@@ -80,11 +82,11 @@ FEWEST_PROGRAMS = 160
 _COPY_BLOCK = 1024  # elements a program writes to each copy
 
 _PROCESSORS = 132  # of an H200: sums are made of parts of the batch that fill them once, or else twice
+_ALL = slice(None)
 _TURNS = 4224  # warps of programs that take turns on an H200: each makes several samples, one after the other
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Per spatial dimension, except `groups`. `padding` is of zeros, the same on both sides."""
 
     kernel: tuple[int, ...]
@@ -93,7 +95,7 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
-    @cached_property
+    @property
     def copies(self) -> bool:
         """True if patches are something else than x itself."""
         return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
@@ -170,11 +172,12 @@ class _Plan(NamedTuple):
     rows: int  # of a copy
     copied: int  # bytes of all copies; 0 for a kernel of one element, which needs none
     picks: bool  # whether such a kernel leaves out places of x, or adds some
+    held: int  # bytes of what is copied or padded
     turns: int  # programs that make several samples, one after the other; 0: each makes one
     flops: int
     integers: tuple[int, ...]
-    constants: Mapping[str, int | str]
-    copying: Mapping[str, int]  # constants of the kernel that makes the copies
+    constants: Mapping[str, Any]
+    copying: Mapping[str, Any]  # constants of the kernel that makes the copies
 
     @property
     def sum_programs(self) -> int:
@@ -217,7 +220,7 @@ def _plan(
     integers = [images, lines, (line + missing) // word, rows, copies, p, d, channels]
     integers += [at.groups, kernel, at.kernel[-1], stride, down]
     precision = "tf32" if in_tf32 or dtype != torch.float32 else "tf32x3"
-    constants: dict[str, int | str] = {"WORD": word, "PRECISION": precision}
+    constants: dict[str, Any] = {"DTYPE": TRITON_DTYPES[dtype], "WORD": word, "PRECISION": precision}
     for name, value in zip(("BLOCK_O", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tiles, strict=True):
         constants[name] = value
     step = (tiles.block_o + tiles.block_n) * tiles.block_k * dtype.itemsize
@@ -227,23 +230,14 @@ def _plan(
     copied = batch * planes * copies * rows * (g[-1] + missing) * dtype.itemsize if kernel > 1 else 0
     in_turns = work == FOR_DIRECTIONS or (work == FOR_NORMS and images * length <= FEW_POSITIONS)
     turns = _TURNS // tiles.num_warps if in_turns else 0
-    sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies, turns
-    copying = {"PHASES": copies // at.kernel[-1], "KERNEL_W": at.kernel[-1], "WORD": word, "BLOCK": _COPY_BLOCK // word}
-    copying |= {"num_warps": 4, "num_stages": 1}
+    held = copied or (math.prod(x) + math.prod(g)) * dtype.itemsize * (missing > 0 or at.copies)
+    sizes = batch, at.groups * p, d, each, columns, missing, copies, rows, copied, at.copies, held, turns
+    copying = {"DTYPE": TRITON_DTYPES[dtype], "PHASES": copies // at.kernel[-1], "KERNEL_W": at.kernel[-1]}
+    copying |= {"WORD": word, "BLOCK": _COPY_BLOCK // word, "num_warps": 4, "num_stages": 1}
     return _Plan(work, *sizes, flops, tuple(integers), constants, copying)
 
 
-class _Operands(NamedTuple):
-    """Operands of some samples as the kernels read them."""
-
-    samples: slice
-    x: Tensor
-    g: Tensor
-    plan: _Plan
-
-
-@dataclass
-class ConvProduct:
+class ConvProduct(NamedTuple):
     """The operands of one convolution.
 
     x: (B, C, *) or (B, k, C, *), g: (B, O, *out) or (B, k, O, *out), n spatial dimensions each. in_tf32: float32
@@ -253,19 +247,15 @@ class ConvProduct:
     x: Tensor
     g: Tensor
     geometry: Geometry
-    _: KW_ONLY
     in_tf32: bool
     tiles: ConvTiles | None = None
 
-    def plan(self, work: str, samples: int | None = None) -> _Plan:
-        """Return the plan for the first samples, or for all."""
-        shapes: tuple[tuple[int, ...], tuple[int, ...]] = self.x.shape, self.g.shape
-        if samples is not None:
-            shapes = (samples, *shapes[0][1:]), (samples, *shapes[1][1:])
-        return _plan(*shapes, self.geometry, self.g.dtype, self.in_tf32, work, self.tiles, self.g.device)
+    def plan(self, work: str) -> _Plan:
+        x, g = self.x, self.g
+        return _plan(x.shape, g.shape, self.geometry, g.dtype, self.in_tf32, work, self.tiles, g.device)
 
-    def pieces(self, plan: _Plan) -> Iterator[_Operands]:
-        """Yield the operands of some samples after the other: copies take no more than x, whose gradient comes next.
+    def pieces(self, plan: _Plan) -> Iterator[tuple[slice, ConvProduct]]:
+        """Yield some samples after the other: copies take no more than x, whose gradient comes next.
 
         Fewer programs than a GPU has processors would take as long as all of them.
         """
@@ -274,45 +264,91 @@ class ConvProduct:
             wanted = -(-plan.copied // max(LEAST_COPIES, self.x.nbytes))
             count = max(1, min(wanted, batch * plan.tiles // FEWEST_PROGRAMS))
         if count == 1:  # as most are: a slice takes the host as long as a launch
-            yield _Operands(slice(None), *self._prepared(self.x, self.g, plan), plan)
+            yield _ALL, self
             return
         step = -(-batch // count)
         for start in range(0, batch, step):
             samples = slice(start, min(batch, start + step))
-            some = self.plan(plan.work, samples.stop - start)
-            yield _Operands(samples, *self._prepared(self.x[samples], self.g[samples], some), some)
+            yield samples, self._replace(x=self.x[samples], g=self.g[samples])
 
-    def _prepared(self, x: Tensor, g: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-        at = self.geometry
-        if plan.copied:
-            g = g.contiguous()
-            g = pad_zeros(g, (0, plan.missing)) if plan.missing else g
-            return _shifted_copies(x, g, at, plan), g
+
+class _Group(NamedTuple):
+    """Convolutions of equal shapes that share a launch: their places in a list, and tables of their x and g, if any."""
+
+    members: list[int]
+    plan: _Plan
+    tables: tuple[Tensor | None, Tensor | None]
+
+
+def _groups(products: Sequence[ConvProduct], work: str) -> list[_Group]:
+    """Group convolutions for launches, with all tables in one copy. Those of one are launched without tables."""
+    plans = [product.plan(work) for product in products]
+    parts: list[tuple[list[int], _Plan]] = []
+    for members in alike(map(id, plans)).values():
+        plan = plans[members[0]]
+        most = max(1, LEAST_COPIES // (plan.held + 4 * plan.outs * plan.d))
+        parts += [(members[first : first + most], plan) for first in range(0, len(members), most)]
+    sides = [
+        _pointers(side, plan, is_x=is_x)
+        for members, plan in parts
+        for is_x, side in ((True, [products[at].x for at in members]), (False, [products[at].g for at in members]))
+    ]
+    made = iter(table_on(products[0].g.device, *filter(None, sides)) if any(sides) else ())
+    tables = [next(made) if side else None for side in sides]
+    return [_Group(*part, both) for part, both in zip(parts, zip(tables[::2], tables[1::2], strict=True), strict=True)]
+
+
+def _pointers(tensors: Sequence[Tensor], plan: _Plan, *, is_x: bool) -> list[int]:
+    """Return the pointers of several tensors that are read where they are; none if they are copied first."""
+    if len(tensors) == 1 or (plan.held and not (plan.copied and (is_x or not plan.missing))):
+        return []
+    pointers = list(map(Tensor.data_ptr, tensors))
+    return pointers if all(map(Tensor.is_contiguous, tensors)) and reduce(or_, pointers) % 16 == 0 else []
+
+
+def _prepared(products: Sequence[ConvProduct], group: _Group) -> tuple[Tensor, Tensor]:
+    """Return x and g as the kernels read them: tables, the tensors themselves, or copies."""
+    at, plan, (table_x, table_g) = products[0].geometry, group.plan, group.tables
+    xs, gs = [product.x for product in products], [product.g for product in products]
+    if plan.copied:
+        g = _in_order(gs, plan.missing) if table_g is None else table_g
+        return _shifted_copies(_in_order(xs) if table_x is None else table_x, xs, gs[0].shape[-1], at, plan), g
+    if plan.picks:
         met: Any = (..., *(slice(None, None, step) for step in at.stride))
-        x = at.padded(x)[met] if plan.picks else x
-        return self._in_words(x, plan), self._in_words(g, plan)
-
-    def _in_words(self, rows: Tensor, plan: _Plan) -> Tensor:
-        """Return (…, *positions) in order, padded with zeros to whole words, so that a thread copies several."""
-        rows = rows.contiguous()
-        return pad_zeros(rows.flatten(-len(self.geometry.kernel)), (0, plan.missing)) if plan.missing else rows
+        xs = [at.padded(x)[met] for x in xs]
+    if plan.missing:  # an image is one line
+        xs, gs = ([each.flatten(-len(at.kernel)) for each in side] for side in (xs, gs))
+    x = _in_order(xs, plan.missing) if table_x is None else table_x
+    return x, _in_order(gs, plan.missing) if table_g is None else table_g
 
 
-def _shifted_copies(x: Tensor, g: Tensor, at: Geometry, plan: _Plan) -> Tensor:
-    """Return copies of x, (B·k, C, copies, rows, line), padded with zeros. g: (…, lines, line)."""
-    n, x = len(at.kernel), x.contiguous()
+def _in_order(tensors: Sequence[Tensor], missing: int = 0) -> Tensor:
+    """Return tensors one after the other, their lines padded with zeros to whole words: a thread copies several."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return pad_zeros(first.contiguous(), (0, missing)) if missing else first.contiguous()
+    line = first.shape[-1]
+    make = first.new_zeros if missing else first.new_empty
+    made = make((len(tensors), *first.shape[:-1], line + missing))
+    torch._foreach_copy_(list(made[..., :line].unbind(0)), list(tensors))
+    return made
+
+
+def _shifted_copies(operand: Tensor, xs: Sequence[Tensor], line: int, at: Geometry, plan: _Plan) -> Tensor:
+    """Return copies of several x, (members, B·k, C, copies, rows, line), padded with zeros. line: of g."""
+    n, x = len(at.kernel), xs[0]
     height, width = x.shape[-2:] if n == 2 else (1, x.shape[-1])
-    images, channels, line = x.numel() // math.prod(x.shape[-n - 1 :]), x.shape[-n - 1], g.shape[-1]
-    made = x.new_empty((images, channels, plan.copies, plan.rows, line))
+    images, channels = x.numel() // math.prod(x.shape[-n - 1 :]), x.shape[-n - 1]
+    made = x.new_empty((len(xs), images, channels, plan.copies, plan.rows, line + plan.missing))
     # A kernel of one row meets every stride-th row of x only.
     stride, top = (at.stride[0], at.padding[0]) if n == 2 else (1, 0)
-    words = line // plan.copying["WORD"]
+    words = (line + plan.missing) // plan.copying["WORD"]
     blocks = -(-channels * plan.rows * words // plan.copying["BLOCK"])
-    integers = [blocks, channels, height, width, plan.rows, words, line - plan.missing, stride, at.stride[-1], top]
+    integers = [images, blocks, channels, height, width, plan.rows, words, line, stride, at.stride[-1], top]
     integers += [at.padding[-1], at.dilation[-1]]
-    launch(_shifted_copy_kernel, images * blocks, (x, made), tuple(integers), plan.copying)
+    launch(_shifted_copy_kernel, len(xs) * images * blocks, (operand, made), tuple(integers), plan.copying)
     name = _shifted_copy_kernel.__name__
-    announce(lambda: Launch(name=name, family=COPY, reads=[x], writes=[made], flops=0))
+    announce(lambda: Launch(name=name, family=COPY, reads=[*xs], writes=[made], flops=0))
     return made
 
 
@@ -340,47 +376,94 @@ def conv_products(
     """
     new = product.g.new_empty
     without_values = FOR_NORMS if directions is None else FOR_DIRECTIONS
-    plan = product.plan(without_values if dtype is None else FOR_VALUES)
+    work = without_values if dtype is None else FOR_VALUES
+    plan = product.plan(work)
     values = None if dtype is None else new((plan.batch, plan.outs, plan.d), dtype=dtype)
     shape = (plan.batch, plan.tiles) if directions is None else (plan.batch, plan.columns, 3, plan.outs)
     parts = new(shape, dtype=torch.float64)
-    for samples, x, g, some in product.pieces(plan):
-        squares, kept = _some(parts, samples), None if values is None else _some(values, samples)
-        written = [squares] if kept is None else [squares, kept]
-        if some.turns:
-            kernel, (each, shares) = _conv_norms_kernel, some.shared_out(some.turns)
-            integers = (some.batch, each, *some.integers)
-            launch(kernel, shares * some.tiles, (x, g, squares, directions), integers, some.constants)
-        else:
-            kernel = _conv_products_kernel
-            launch(kernel, some.batch * some.tiles, (x, g, kept, squares, directions), some.integers, some.constants)
-        _announce(kernel, [x, g], written, some)
-        del x, g  # before the next copies are made
+    for samples, some in product.pieces(plan):
+        kept = None if values is None else _some(values, samples)
+        _measure([some], _Group([0], some.plan(work), (None, None)), _some(parts, samples), kept, directions)
     return values, parts
 
 
-@allocates(GRADIENTS, "aten::new_empty")
+@allocates(PER_SAMPLE_GRADIENTS, "aten::new_empty")
+def conv_norms(products: Sequence[ConvProduct]) -> list[Tensor]:
+    """Return parts of the squared norms of each convolution, (B, n) float64. Those of equal shapes share launches."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(products, FOR_NORMS):
+        own, plan = [products[at] for at in group.members], group.plan
+        if len(own) == 1:
+            found[group.members[0]] = conv_products(own[0], None)[1]
+            continue
+        parts = own[0].g.new_empty((len(own), plan.batch, plan.tiles), dtype=torch.float64)
+        _measure(own, group, parts)
+        found.update(zip(group.members, parts.unbind(0), strict=True))
+    return [found[at] for at in range(len(products))]
+
+
+def _measure(
+    products: Sequence[ConvProduct],
+    group: _Group,
+    parts: Tensor,
+    values: Tensor | None = None,
+    directions: Tensor | None = None,
+) -> None:
+    """Fill `parts`, and `values` if given: see `conv_products`."""
+    (x, g), plan, members = _prepared(products, group), group.plan, len(products)
+    if plan.turns:
+        kernel, (each, shares) = _conv_norms_kernel, plan.shared_out(plan.turns // members)
+        integers = (plan.batch, each, members, *plan.integers)
+        launch(kernel, members * shares * plan.tiles, (x, g, parts, directions), integers, plan.constants)
+    else:
+        kernel, programs = _conv_products_kernel, members * plan.batch * plan.tiles
+        launch(kernel, programs, (x, g, values, parts, directions), (members, *plan.integers), plan.constants)
+    reads = _read(products, x, g)
+    _announce(kernel, reads, [parts] if values is None else [parts, values], members * plan.flops)
+
+
 def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     """Return Σ_b scale_b V_b, (O, d) float32."""
     total: Tensor | None = None
     scale = scale.contiguous()
-    for samples, x, g, plan in product.pieces(product.plan(FOR_SUM)):
-        each, parts = plan.shared_out(plan.sum_programs)
-        sums = g.new_empty((parts, plan.outs, plan.d), dtype=torch.float32)
-        factors = _some(scale, samples)
-        integers = (plan.batch, each, MIN_SCALE, *plan.integers)
-        launch(_conv_sum_kernel, parts * plan.tiles, (x, g, sums, factors), integers, plan.constants)
-        _announce(_conv_sum_kernel, [x, g, factors], [sums], plan)
-        whole = sums[0] if parts == 1 else sums.sum(0)
-        total = whole if total is None else total.add_(whole)
-        del x, g  # before the next copies are made
+    for samples, some in product.pieces(product.plan(FOR_SUM)):
+        group = _Group([0], some.plan(FOR_SUM), (None, None))
+        (made,) = _sum([some], group, _some(scale, samples)).unbind(0)
+        total = made if total is None else total.add_(made)
     assert total is not None
     return total
 
 
+def conv_sums(products: list[ConvProduct], scale: Tensor) -> list[Tensor]:
+    """Return `conv_sum` of each, and empty the list. Those of equal shapes share launches and memory."""
+    found: dict[int, Tensor] = {}
+    scale, count, groups = scale.contiguous(), len(products), _groups(products, FOR_SUM)
+    waiting: list[ConvProduct | None] = [*products]
+    products.clear()
+    for group in groups:
+        own = [product for at in group.members if (product := waiting[at]) is not None]
+        for at in group.members:
+            waiting[at] = None
+        sums = [conv_sum(own[0], scale)] if len(own) == 1 else _sum(own, group, scale).unbind(0)
+        found.update(zip(group.members, sums, strict=True))
+    return [found[at] for at in range(count)]
+
+
+@allocates(GRADIENTS, "aten::new_empty")
+def _sum(products: Sequence[ConvProduct], group: _Group, scale: Tensor) -> Tensor:
+    """Return the sums of convolutions that share a launch, (members, O, d) float32."""
+    (x, g), plan, members = _prepared(products, group), group.plan, len(products)
+    each, parts = plan.shared_out(plan.sum_programs // members)
+    sums = products[0].g.new_empty((members, parts, plan.outs, plan.d), dtype=torch.float32)
+    integers = (plan.batch, each, MIN_SCALE, members, *plan.integers)
+    launch(_conv_sum_kernel, members * parts * plan.tiles, (x, g, sums, scale), integers, plan.constants)
+    _announce(_conv_sum_kernel, [*_read(products, x, g), scale], [sums], members * plan.flops)
+    return sums[:, 0] if parts == 1 else sums.sum(1)
+
+
 def _some(rows: Tensor, samples: slice) -> Tensor:
     """Return the rows of some samples; of all, the tensor itself."""
-    return rows if samples == slice(None) else rows[samples]
+    return rows if samples is _ALL else rows[samples]
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -416,5 +499,11 @@ def launch(
             _compiled[key] = compiled
 
 
-def _announce(kernel: Any, reads: list[Tensor], writes: list[Tensor], plan: _Plan) -> None:
-    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=plan.flops))
+def _read(products: Sequence[ConvProduct], x: Tensor, g: Tensor) -> list[Tensor]:
+    """Return what a launch reads: x and g, or what they are tables of."""
+    xs, gs = [product.x for product in products], [product.g for product in products]
+    return [*(xs if x.dtype == torch.int64 else [x]), *(gs if g.dtype == torch.int64 else [g])]
+
+
+def _announce(kernel: Any, reads: list[Tensor], writes: list[Tensor], flops: int) -> None:
+    announce(lambda: Launch(name=kernel.__name__, family=GEMM, reads=reads, writes=writes, flops=flops))

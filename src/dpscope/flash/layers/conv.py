@@ -27,14 +27,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Outs, Saved, wide, wide_product
 from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
+from dpscope.flash.kernels.conv_products import (
+    ConvProduct,
+    Geometry,
+    conv_norms,
+    conv_products,
+    conv_sum,
+    conv_sums,
+    serves_conv,
+)
 from dpscope.flash.kernels.float32_products import convolves_unrounded, cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.tensor_lists import alike
 from dpscope.flash.kernels.triton_runtime import slices
 from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
@@ -71,7 +80,7 @@ class Patches(Saved):
         self.by_torch = not self.by_kernel and g.device.type == "cpu" and convolves_unrounded()
 
     def _product(self) -> ConvProduct:
-        return ConvProduct(self.first, self.g, self.geometry, in_tf32=self.in_tf32)
+        return ConvProduct(self.first, self.g, self.geometry, self.in_tf32)
 
     def kept(self) -> Kept:
         """Return the per-sample gradients, with their norms where one kernel makes both."""
@@ -162,10 +171,15 @@ class Patches(Saved):
                 values[samples] = self._gradients(samples)
         return values
 
+    @property
+    def squares_wait(self) -> bool:
+        return self.by_kernel and (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT)
+
+    def squares_of(self, members: Sequence[Any]) -> list[Tensor]:
+        return conv_norms([each._product() for each in members])
+
     def square_parts(self) -> Tensor | None:
-        if not self.by_kernel or not (self.in_tf32 or exact_path(self.decision.path, self.g) == DIRECT):
-            return None
-        return conv_products(self._product(), None)[1]
+        return conv_products(self._product(), None)[1] if self.squares_wait else None
 
     def norms_squared(self) -> Tensor:
         if (parts := self.square_parts()) is not None:
@@ -192,6 +206,23 @@ class Patches(Saved):
             made = conv_sum(self._product(), scale).view(self.shape) if self.by_kernel else self._sum_by_torch(scale)
             return made if out is None else out.add_(made)
         return self._sum_of_patches(scale, out)
+
+    def launch_key(self) -> tuple[object, ...]:
+        return (Patches,) if self.by_kernel else ()
+
+    def clipped_sums(
+        self, members: list[Any], scale: Tensor, rows: Sequence[int], outs: Outs, *, let_go_together: bool = False
+    ) -> list[Tensor]:
+        if not (self.by_kernel and let_go_together):
+            return super().clipped_sums(members, scale, rows, outs)
+        shapes: list[tuple[int, ...]] = [each.shape for each in members]
+        totals: dict[int, Tensor] = {}
+        waiting = [(row, at, [members[i]._product() for i in at]) for row, at in alike(rows).items()]
+        members.clear()  # x and g are freed as their products are summed
+        for row, places, products in waiting:
+            totals.update(zip(places, conv_sums(products, scale[row]), strict=True))
+        made = [totals[at].view(shape) for at, shape in enumerate(shapes)]
+        return [total if out is None else out.add_(total) for total, out in zip(made, outs, strict=True)]
 
     @allocates(GRADIENTS, "aten::new_zeros")
     def _sum_of_patches(self, scale: Tensor, out: Tensor | None) -> Tensor:

@@ -13,8 +13,10 @@ from dpscope.flash.kernels.conv_products import (
     ConvProduct,
     ConvTiles,
     Geometry,
+    conv_norms,
     conv_products,
     conv_sum,
+    conv_sums,
     default_tiles,
     serves_conv,
 )
@@ -51,6 +53,46 @@ def test_values_norms_and_sums_are_those_of_autograd(name: str, tiles: ConvTiles
         conv_sum(product, scale).view(shape).double(), torch.einsum("b,b...->...", scale.double(), truth),
         rtol=1e-5, atol=5e-5,
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("turns", [0, 2000])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", CASES)
+def test_convolutions_that_share_launches_give_what_each_gives_alone(
+    name: str, layout: torch.memory_format, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TURNS", turns)
+    module._plan.cache_clear()
+    others = "three by three" if name != "three by three" else "one element"
+    products = []
+    for case in (name, others, name, name):
+        x, g, geometry, _ = operands(case)
+        if x.dim() == 4:
+            x, g = (each.to(memory_format=layout) for each in (x, g))
+        products.append(ConvProduct(x, g, geometry, in_tf32=False))
+    launches = []
+    with hearing(launches.append):
+        norms = conv_norms(products)
+    made = [launch.name for launch in launches if "copy" not in launch.name]
+    assert len(made) == 2
+    scale = torch.tensor([0.5, 2.0, 3.0])
+    sums = conv_sums([*products], scale)
+    for product, squares, total in zip(products, norms, sums, strict=True):
+        torch.testing.assert_close(squares.sum(1), conv_products(product, None)[1].sum(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(total, conv_sum(product, scale), rtol=1e-6, atol=1e-6)
+    module._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_launches_are_shared_as_far_as_their_copies_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, g, geometry, _ = operands("three by three")
+    product = ConvProduct(x, g, geometry, in_tf32=False)
+    monkeypatch.setattr(module, "LEAST_COPIES", 2 * (product.plan(module.FOR_NORMS).held + 4 * g.shape[1] * 45))
+    launches = []
+    with hearing(launches.append):
+        conv_norms([product] * 5)
+    assert [len(launch.writes[0]) for launch in launches if "copy" not in launch.name] == [2, 2, 3]
 
 
 @pytest.mark.usefixtures("kernels")
