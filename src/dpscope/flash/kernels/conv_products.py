@@ -354,15 +354,18 @@ def _shifted_copies(operand: Tensor, xs: Sequence[Tensor], line: int, at: Geomet
 
 def serves_conv(x: Tensor, g: Tensor, geometry: Geometry, *, backend: Backend = "auto") -> bool:
     """Return True if the kernels take this convolution."""
-    served = (
-        len(geometry.kernel) <= 2
-        and g.dtype in TRITON_DTYPES
-        and x.dtype == g.dtype
-        and x.device == g.device
-        and 0 < x.numel() * geometry.kernel[-1] < 2**28 * len(x)  # places in a sample's copies are 32-bit numbers
-        and 0 < g.numel() < 2**30 * len(g)
-    )
+    served = x.dtype == g.dtype and x.device == g.device and _is_served(x.shape, g.shape, geometry.kernel, g.dtype)
     return use_triton(backend, g.device, served=served, why_not="dtype, shape or three dimensions")
+
+
+@lru_cache(maxsize=1024)  # asked by every layer in every step
+def _is_served(x: torch.Size, g: torch.Size, kernel: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return (
+        len(kernel) <= 2
+        and dtype in TRITON_DTYPES
+        and 0 < x.numel() * kernel[-1] < 2**28 * x[0]  # places in a sample's copies are 32-bit numbers
+        and 0 < g.numel() < 2**30 * g[0]
+    )
 
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::new_empty")

@@ -219,8 +219,10 @@ def _read(
     if all_aligned and alike and in_order and reduce(or_, starts) % 4 == 0:  # as a rule
         types = tuple(next(iter(types)) for types in dtypes)
         return sizes, pointers, {(columns[0][0].device, True, True, types): list(range(len(sizes)))}
-    aligned = [reduce(or_, of_one, 2 * size) % 16 == 0 for size, *of_one in zip(sizes, *pointers, strict=True)]
-    return sizes, pointers, _kinds(columns, aligned, starts)
+    bits = [2 * size for size in sizes]
+    for column in pointers:
+        bits = list(map(or_, bits, column))
+    return sizes, pointers, _kinds(columns, [each % 16 == 0 for each in bits], starts)
 
 
 def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Sequence[int]) -> Kinds:
@@ -228,7 +230,7 @@ def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Seq
 
     A shard of a parameter may begin inside a block of four normals. The kernels treat it as not in order.
     """
-    whole_blocks = (start % 4 == 0 for start in starts)
+    whole_blocks = [start % 4 == 0 for start in starts]
     in_order = map(all, zip(whole_blocks, *(map(Tensor.is_contiguous, column) for column in columns), strict=True))
     dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
     return alike(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True))

@@ -14,6 +14,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -237,16 +238,15 @@ def table_on(
     Each tensor starts on a 16-byte boundary, so that Triton compiles a kernel once and not once for each alignment.
     `wait` copies synchronously, for tables that are kept and may be read on any stream.
     """
-    flat = array("q")
-    starts: list[int] = []
-    for row in rows:
-        starts.append(len(flat))
+    flat, sizes = array("q"), list(map(len, rows))
+    for row, size in zip(rows, sizes, strict=True):
         if isinstance(row, np.ndarray):
             flat.frombytes(row.tobytes())
         else:
-            flat.fromlist(list(row))
-        if len(row) % 2:
+            flat.fromlist([*row])
+        if size % 2:
             flat.append(0)
+    starts = accumulate([size + size % 2 for size in sizes], initial=0)
     host = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
     if dry_run.current() is not None:
         host = torch.empty(len(flat), dtype=torch.int64, device=device)
@@ -256,4 +256,4 @@ def table_on(
             host = capture.keep(host, device)
         else:
             host = host.to(device) if wait else host.pin_memory().to(device, non_blocking=True)
-    return [host[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]
+    return [host[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -305,7 +306,7 @@ class ConvTap(LayerTap):
             self.note_input(x)
         ctx.recorder.save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         ctx.geometry = at = self.setting().geometry
-        images = x if x.dim() == self.min_dim else x.flatten(0, 1)
+        images = x if x.ndim == self.min_dim else x.flatten(0, 1)
         output: Tensor = self.convolve(images, weight, bias, at.stride, at.padding, at.dilation, at.groups)
         return output if images is x else _apart(output, x)
 
@@ -315,9 +316,11 @@ class ConvTap(LayerTap):
 
     def _pieces(self, ctx: Any, saved: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
         trains_weight, trains_bias = ctx.live
-        channel = g.dim() - self.min_dim + 1
-        others = [dim for dim in range(1, g.dim()) if dim != channel]
-        sums = g.sum(others, dtype=wide(g.dtype)) if trains_bias else None
+        sums = None
+        if trains_bias:
+            channel = g.dim() - self.min_dim + 1
+            others = [dim for dim in range(1, g.dim()) if dim != channel]
+            sums = g.sum(others, dtype=wide(g.dtype))
         return (saved[0], g, sums) if trains_weight else (None, None, sums)
 
     def _input_gradient(self, ctx: Any, saved: tuple[Tensor, Tensor], g: Tensor) -> Tensor | None:
@@ -325,7 +328,7 @@ class ConvTap(LayerTap):
             return None
         (x, weight), at, n = saved, ctx.geometry, len(ctx.geometry.kernel)
         arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
-        folded = g.dim() > self.min_dim
+        folded = g.ndim > self.min_dim
         rows = (g.flatten(0, 1), x.flatten(0, 1)) if folded else (g, x)
         dx: Tensor = torch.ops.aten.convolution_backward(*rows, weight, None, *arguments)[0]
         return _apart(dx, x) if folded else dx
@@ -384,14 +387,28 @@ def add_patches(
 
 
 def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
-    x, g, geometry = patches.first, patches.g, patches.geometry
-    groups, n = geometry.groups, len(geometry.kernel)
-    channel = g.dim() - n - 1
-    d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
-    length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
-    unfolded = Unfolded(held, geometry.copies, patches.in_tf32, patches.by_kernel, groups)
-    freed = p + held // length if tap.shares_input is False and groups == 1 else None  # x, too
-    return tap.engine.path_rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded, width_freed=freed)
+    x, g, geometry = patches.first.shape, patches.g, patches.geometry
+    seen = _product_of(x, g.shape, geometry, patches.in_tf32, patches.by_kernel)
+    freed = seen.freed if tap.shares_input is False else None
+    return tap.engine.path_rules.of_product(seen.x, g, p=seen.p, unfolded=seen.unfolded, width_freed=freed)
+
+
+class _Product(NamedTuple):
+    """A convolution as a product: x of patches (batch, positions, d), p, and the features that keeping frees."""
+
+    x: tuple[int, int, int]
+    p: int
+    unfolded: Unfolded
+    freed: int | None  # if no other layer reads the convolution's x
+
+
+@lru_cache(maxsize=1024)  # asked by every layer in every backward pass
+def _product_of(x: torch.Size, g: torch.Size, geometry: Geometry, in_tf32: bool, by_kernel: bool) -> _Product:
+    groups, channel = geometry.groups, len(g) - len(geometry.kernel) - 1
+    d, p = x[channel] // groups * math.prod(geometry.kernel), g[channel] // groups
+    length, held = math.prod(g[1:]) // g[channel], math.prod(x[1:])
+    unfolded = Unfolded(held, geometry.copies, in_tf32, by_kernel, groups)
+    return _Product((x[0], length, d), p, unfolded, p + held // length if groups == 1 else None)
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:
