@@ -54,19 +54,13 @@ from dpscope.flash.kernels.tensor_lists import alike
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
-    device_index,
-    has_triton,
-    launch_on,
+    launch,
     stages_that_fit,
     table_on,
     use_triton,
 )
-from dpscope.flash.torch_side import dry_run
 from dpscope.vocabulary.components import GRADIENTS, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import COPY, GEMM, Launch, allocates, announce
-
-DIRECT_CALLS = (3, 6)
-"""The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
 
 LONG_IMAGES = 512
 """Positions from which kernels of one element take long steps."""
@@ -467,39 +461,6 @@ def _sum(products: Sequence[ConvProduct], group: _Group, scale: Tensor) -> Tenso
 def _some(rows: Tensor, samples: slice) -> Tensor:
     """Return the rows of some samples; of all, the tensor itself."""
     return rows if samples is _ALL else rows[samples]
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def launch(
-    kernel: Any,
-    programs: int,
-    operands: Sequence[Tensor | None],
-    integers: tuple[Any, ...],
-    constants: Mapping[str, Any],
-) -> None:
-    """Launch a kernel; one that is compiled is called directly.
-
-    Triton's launcher inspects every argument again, and a network has a hundred launches a step. No integer is
-    specialised, so that dtypes, constants and the alignment of the operands decide which kernel it is.
-    """
-    there = [each for each in operands if each is not None]
-    device = there[0].device
-    values = tuple(constants.values())
-    key: tuple[Any, ...] | None = None
-    direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
-    if direct and not any(each.data_ptr() % 16 for each in there):
-        dtypes = (None if each is None else each.dtype for each in operands)
-        key = (kernel.__name__, device_index(device), *dtypes, *values)
-    with launch_on(device):
-        compiled = _compiled.get(key) if key is not None else None
-        if compiled is not None:
-            compiled[programs, 1, 1](*operands, *integers, *values[:-2])  # not num_warps and num_stages
-            return
-        compiled = kernel[(programs,)](*operands, *integers, **constants)
-        if key is not None:
-            _compiled[key] = compiled
 
 
 def _read(products: Sequence[ConvProduct], x: Tensor, g: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.sample_sums import added_up
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch, tl, use_triton
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import NORMALISATION, Launch, allocates, announce
 
@@ -86,22 +86,10 @@ def _in_one_launch(
     stretches, block = -(-length // rows), 1 << (width - 1).bit_length()
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
     parts = torch.empty((stretches, batch, width), dtype=torch.float32, device=x.device) if needs_weight else None
-    with launch_on(x.device):
-        _rms_norm_kernel[(batch, stretches)](
-            g,
-            x,
-            weight.contiguous(),
-            dx,
-            parts,
-            length,
-            width,
-            float(eps),
-            *g.stride()[:2],
-            *x.stride()[:2],
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )
+    constants = {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, block // 512)), "num_stages": 3}
+    numbers = (length, width, float(eps), *g.stride()[:2], *x.stride()[:2])
+    operands = (g, x, weight.contiguous(), dx, parts)
+    launch(_rms_norm_kernel, (batch, stretches, 1), operands, numbers, constants, specialised=True)
     writes = [each for each in (dx, parts) if each is not None]
     name = _rms_norm_kernel.__name__
     announce(partial(Launch, name=name, family=NORMALISATION, reads=[g, x, weight], writes=writes))

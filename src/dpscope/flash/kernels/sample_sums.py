@@ -31,6 +31,7 @@ from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
     jit,
+    launch,
     launch_on,
     slices,
     table_on,
@@ -166,22 +167,10 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, whole: bool) -> tu
     blocks = -(-length // ROWS)
     block = min(256, 1 << (width - 1).bit_length())
     partials = torch.empty((blocks, 2, batch, width), dtype=torch.float32, device=g.device)
-    with launch_on(g.device):
-        _sums_kernel[(batch, blocks, -(-width // block))](
-            g,
-            x,
-            mean.contiguous(),
-            rstd.contiguous(),
-            partials,
-            length,
-            width,
-            *g.stride()[:2],
-            *x.stride()[:2],
-            ROWS=ROWS,
-            BLOCK_T=8,
-            BLOCK=block,
-            num_warps=4,
-        )
+    operands, sizes = (g, x, mean.contiguous(), rstd.contiguous(), partials), (length, width)
+    constants = {"ROWS": ROWS, "BLOCK_T": 8, "BLOCK": block, "num_warps": 4, "num_stages": 3}
+    strides, grid = (*g.stride()[:2], *x.stride()[:2]), (batch, blocks, -(-width // block))
+    launch(_sums_kernel, grid, operands, (*sizes, *strides), constants, specialised=True)
     name = _sums_kernel.__name__
     announce(partial(Launch, name=name, family=CLIPPING, reads=[g, x, mean, rstd], writes=[partials]))
     return added_up(partials, whole).unbind(0)

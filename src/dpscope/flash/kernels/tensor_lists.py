@@ -220,8 +220,8 @@ def _read(
         types = tuple(next(iter(types)) for types in dtypes)
         return sizes, pointers, {(columns[0][0].device, True, True, types): list(range(len(sizes)))}
     bits = [2 * size for size in sizes]
-    for column in pointers:
-        bits = list(map(or_, bits, column))
+    for own in pointers:
+        bits = list(map(or_, bits, own))
     return sizes, pointers, _kinds(columns, [each % 16 == 0 for each in bits], starts)
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any, Literal
 
 import numpy as np
@@ -218,6 +220,44 @@ def launch_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _HERE = nullcontext()
+
+DIRECT_CALLS = (3, 6)
+"""The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: int | tuple[int, int, int],
+    operands: Sequence[torch.Tensor | None],
+    numbers: Sequence[float],
+    constants: Mapping[str, Any],
+    *,
+    specialised: bool = False,
+) -> None:
+    """Launch a kernel; one that is compiled is called directly. `constants` ends with num_warps and num_stages.
+
+    Triton's launcher inspects every argument again, and a network has a hundred launches a step. Dtypes, constants and
+    the alignment of the operands decide which kernel it is; if it is `specialised` for integers, those, too.
+    """
+    there = [each for each in operands if each is not None]
+    device, grid = there[0].device, (grid, 1, 1) if isinstance(grid, int) else grid
+    values = tuple(constants.values())
+    key: tuple[Any, ...] | None = None
+    direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
+    if direct and reduce(or_, map(torch.Tensor.data_ptr, there)) % 16 == 0:
+        dtypes = [None if each is None else each.dtype for each in operands]
+        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in numbers] if specialised else []
+        key = (kernel.__name__, device_index(device), *dtypes, *values, *kinds)
+    with launch_on(device):
+        compiled = _compiled.get(key) if key is not None else None
+        if compiled is not None:
+            compiled[grid](*operands, *numbers, *values[:-2])
+            return
+        compiled = kernel[grid](*operands, *numbers, **constants)
+        if key is not None:
+            _compiled[key] = compiled
 
 
 def provide_scratch(device: torch.device) -> None:
