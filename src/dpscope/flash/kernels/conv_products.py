@@ -35,8 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, reduce
-from operator import or_
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -267,53 +266,49 @@ class ConvProduct(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Convolutions of equal shapes that share a launch: their places in a list, and tables of their x and g, if any."""
+    """Convolutions of equal shapes that share a launch: their places in a list, and, of several, tables of x and g."""
 
     members: list[int]
     plan: _Plan
-    tables: tuple[Tensor | None, Tensor | None]
+    x: Tensor | None = None
+    g: Tensor | None = None
 
 
 def _groups(products: Sequence[ConvProduct], work: str) -> list[_Group]:
-    """Group convolutions for launches, with all tables in one copy. Those of one are launched without tables."""
-    plans = [product.plan(work) for product in products]
-    parts: list[tuple[list[int], _Plan]] = []
-    for members in alike(map(id, plans)).values():
+    """Group convolutions for launches, with all tables in one copy. Those that are copied first are alone."""
+    plans, keys = [product.plan(work) for product in products], []
+    of_x, of_g = [product.x.data_ptr() for product in products], [product.g.data_ptr() for product in products]
+    for place, (x, g, *_) in enumerate(products):
+        shares = x.is_contiguous() and g.is_contiguous() and (of_x[place] | of_g[place]) % 16 == 0
+        keys.append((id(plans[place]), -1 if shares else place))
+    groups: list[_Group] = []
+    for members in alike(keys).values():
         plan = plans[members[0]]
         most = max(1, LEAST_COPIES // (plan.held + 4 * plan.outs * plan.d))
-        parts += [(members[first : first + most], plan) for first in range(0, len(members), most)]
-    sides = [
-        _pointers(side, plan, is_x=is_x)
-        for members, plan in parts
-        for is_x, side in ((True, [products[at].x for at in members]), (False, [products[at].g for at in members]))
-    ]
-    made = iter(table_on(products[0].g.device, *filter(None, sides)) if any(sides) else ())
-    tables = [next(made) if side else None for side in sides]
-    return [_Group(*part, both) for part, both in zip(parts, zip(tables[::2], tables[1::2], strict=True), strict=True)]
-
-
-def _pointers(tensors: Sequence[Tensor], plan: _Plan, *, is_x: bool) -> list[int]:
-    """Return the pointers of several tensors that are read where they are; none if they are copied first."""
-    if len(tensors) == 1 or (plan.held and not (plan.copied and (is_x or not plan.missing))):
-        return []
-    pointers = list(map(Tensor.data_ptr, tensors))
-    return pointers if all(map(Tensor.is_contiguous, tensors)) and reduce(or_, pointers) % 16 == 0 else []
+        groups += [_Group(members[first : first + most], plan) for first in range(0, len(members), most)]
+    several = [at for at, group in enumerate(groups) if len(group.members) > 1]
+    rows = [[pointers[i] for i in groups[at].members] for at in several for pointers in (of_x, of_g)]
+    tables = table_on(products[0].g.device, *rows) if rows else []
+    for at, x, g in zip(several, tables[::2], tables[1::2], strict=True):
+        groups[at] = groups[at]._replace(x=x, g=g)
+    return groups
 
 
 def _prepared(products: Sequence[ConvProduct], group: _Group) -> tuple[Tensor, Tensor]:
     """Return x and g as the kernels read them: tables, the tensors themselves, or copies."""
-    at, plan, (table_x, table_g) = products[0].geometry, group.plan, group.tables
+    at, plan = products[0].geometry, group.plan
     xs, gs = [product.x for product in products], [product.g for product in products]
     if plan.copied:
-        g = _in_order(gs, plan.missing) if table_g is None else table_g
-        return _shifted_copies(_in_order(xs) if table_x is None else table_x, xs, gs[0].shape[-1], at, plan), g
+        g = _in_order(gs, plan.missing) if group.g is None or plan.missing else group.g
+        return _shifted_copies(_in_order(xs) if group.x is None else group.x, xs, gs[0].shape[-1], at, plan), g
+    if group.x is not None and group.g is not None and not plan.held:
+        return group.x, group.g
     if plan.picks:
         met: Any = (..., *(slice(None, None, step) for step in at.stride))
         xs = [at.padded(x)[met] for x in xs]
     if plan.missing:  # an image is one line
         xs, gs = ([each.flatten(-len(at.kernel)) for each in side] for side in (xs, gs))
-    x = _in_order(xs, plan.missing) if table_x is None else table_x
-    return x, _in_order(gs, plan.missing) if table_g is None else table_g
+    return _in_order(xs, plan.missing), _in_order(gs, plan.missing)
 
 
 def _in_order(tensors: Sequence[Tensor], missing: int = 0) -> Tensor:
@@ -340,7 +335,7 @@ def _shifted_copies(operand: Tensor, xs: Sequence[Tensor], line: int, at: Geomet
     blocks = -(-channels * plan.rows * words // plan.copying["BLOCK"])
     integers = [images, blocks, channels, height, width, plan.rows, words, line, stride, at.stride[-1], top]
     integers += [at.padding[-1], at.dilation[-1]]
-    launch(_shifted_copy_kernel, len(xs) * images * blocks, (operand, made), tuple(integers), plan.copying)
+    launch(_shifted_copy_kernel, len(xs) * images * blocks, (operand, made, *integers), plan.copying)
     name = _shifted_copy_kernel.__name__
     announce(lambda: Launch(name=name, family=COPY, reads=[*xs], writes=[made], flops=0))
     return made
@@ -380,7 +375,7 @@ def conv_products(
     parts = new(shape, dtype=torch.float64)
     for samples, some in product.pieces(plan):
         kept = None if values is None else _some(values, samples)
-        _measure([some], _Group([0], some.plan(work), (None, None)), _some(parts, samples), kept, directions)
+        _measure([some], _Group([0], some.plan(work)), _some(parts, samples), kept, directions)
     return values, parts
 
 
@@ -410,11 +405,11 @@ def _measure(
     (x, g), plan, members = _prepared(products, group), group.plan, len(products)
     if plan.turns:
         kernel, (each, shares) = _conv_norms_kernel, plan.shared_out(plan.turns // members)
-        integers = (plan.batch, each, members, *plan.integers)
-        launch(kernel, members * shares * plan.tiles, (x, g, parts, directions), integers, plan.constants)
+        arguments: tuple[Any, ...] = (x, g, parts, directions, plan.batch, each, members, *plan.integers)
     else:
-        kernel, programs = _conv_products_kernel, members * plan.batch * plan.tiles
-        launch(kernel, programs, (x, g, values, parts, directions), (members, *plan.integers), plan.constants)
+        kernel, shares = _conv_products_kernel, plan.batch
+        arguments = (x, g, values, parts, directions, members, *plan.integers)
+    launch(kernel, members * shares * plan.tiles, arguments, plan.constants)
     reads = _read(products, x, g)
     _announce(kernel, reads, [parts] if values is None else [parts, values], members * plan.flops)
 
@@ -424,7 +419,7 @@ def conv_sum(product: ConvProduct, scale: Tensor) -> Tensor:
     total: Tensor | None = None
     scale = scale.contiguous()
     for samples, some in product.pieces(product.plan(FOR_SUM)):
-        group = _Group([0], some.plan(FOR_SUM), (None, None))
+        group = _Group([0], some.plan(FOR_SUM))
         (made,) = _sum([some], group, _some(scale, samples)).unbind(0)
         total = made if total is None else total.add_(made)
     assert total is not None
@@ -452,8 +447,8 @@ def _sum(products: Sequence[ConvProduct], group: _Group, scale: Tensor) -> Tenso
     (x, g), plan, members = _prepared(products, group), group.plan, len(products)
     each, parts = plan.shared_out(plan.sum_programs // members)
     sums = products[0].g.new_empty((members, parts, plan.outs, plan.d), dtype=torch.float32)
-    integers = (plan.batch, each, MIN_SCALE, members, *plan.integers)
-    launch(_conv_sum_kernel, members * parts * plan.tiles, (x, g, sums, scale), integers, plan.constants)
+    arguments = (x, g, sums, scale, plan.batch, each, MIN_SCALE, members, *plan.integers)
+    launch(_conv_sum_kernel, members * parts * plan.tiles, arguments, plan.constants)
     _announce(_conv_sum_kernel, [*_read(products, x, g), scale], [sums], members * plan.flops)
     return sums[:, 0] if parts == 1 else sums.sum(1)
 

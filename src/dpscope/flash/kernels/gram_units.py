@@ -25,7 +25,7 @@ from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
     TRITON_DTYPES,
     is_hopper,
-    launch_on,
+    launch,
     provide_scratch,
     table_on,
 )
@@ -266,25 +266,11 @@ def _launch_kind(
     tma = tiles.tma and kind.aligned
     if tma:
         provide_scratch(device)
-    with launch_on(device):
-        kernel[(len(members) * batch * n_tiles,)](
-            tile_table,
-            unit_table,
-            segments,
-            partials,
-            batch,
-            n_tiles,
-            kind.length,
-            **dtypes,
-            BLOCK_T=tiles.block_t,
-            BLOCK_S=tiles.block_s,
-            BLOCK_K=tiles.block_k,
-            TMA=tma,
-            ALIGNED=kind.whole and not INTERPRETED,
-            PRECISION="tf32" if kind.in_tf32 else "tf32x3",
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+    constants = {**dtypes, "BLOCK_T": tiles.block_t, "BLOCK_S": tiles.block_s, "BLOCK_K": tiles.block_k, "TMA": tma}
+    constants |= {"ALIGNED": kind.whole and not INTERPRETED, "PRECISION": "tf32" if kind.in_tf32 else "tf32x3"}
+    constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    arguments = (tile_table, unit_table, segments, partials, batch, n_tiles, kind.length)
+    launch(kernel, len(members) * batch * n_tiles, arguments, constants, specialised=True)
     announce(
         lambda: Launch(
             name=kernel.__name__,
@@ -298,10 +284,8 @@ def _launch_kind(
     )
     sums = partials.sum(3).contiguous()
     squares = torch.empty(sums.shape[1:], dtype=torch.float64, device=device)
-    grid = (len(members) * batch,)
-    with launch_on(device):
-        _gram_finish_kernel[grid](
-            unit_table, segments, sums, squares, batch, kind.length, **x_dtype, **g_dtype, BLOCK=16, K=16, num_warps=4
-        )
+    constants = {**x_dtype, **g_dtype, "BLOCK": 16, "K": 16, "num_warps": 4, "num_stages": 3}
+    finished = (unit_table, segments, sums, squares, batch, kind.length)
+    launch(_gram_finish_kernel, len(members) * batch, finished, constants, specialised=True)
     announce(lambda: Launch(name=_gram_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
     return squares

@@ -88,8 +88,8 @@ def _in_one_launch(
     parts = torch.empty((stretches, batch, width), dtype=torch.float32, device=x.device) if needs_weight else None
     constants = {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, block // 512)), "num_stages": 3}
     numbers = (length, width, float(eps), *g.stride()[:2], *x.stride()[:2])
-    operands = (g, x, weight.contiguous(), dx, parts)
-    launch(_rms_norm_kernel, (batch, stretches, 1), operands, numbers, constants, specialised=True)
+    arguments = (g, x, weight.contiguous(), dx, parts, *numbers)
+    launch(_rms_norm_kernel, (batch, stretches, 1), arguments, constants, specialised=True)
     writes = [each for each in (dx, parts) if each is not None]
     name = _rms_norm_kernel.__name__
     announce(partial(Launch, name=name, family=NORMALISATION, reads=[g, x, weight], writes=writes))

@@ -32,7 +32,6 @@ from dpscope.flash.kernels.triton_runtime import (
     Backend,
     jit,
     launch,
-    launch_on,
     slices,
     table_on,
     tl,
@@ -167,10 +166,9 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, whole: bool) -> tu
     blocks = -(-length // ROWS)
     block = min(256, 1 << (width - 1).bit_length())
     partials = torch.empty((blocks, 2, batch, width), dtype=torch.float32, device=g.device)
-    operands, sizes = (g, x, mean.contiguous(), rstd.contiguous(), partials), (length, width)
+    arguments = (g, x, mean.contiguous(), rstd.contiguous(), partials, length, width, *g.stride()[:2], *x.stride()[:2])
     constants = {"ROWS": ROWS, "BLOCK_T": 8, "BLOCK": block, "num_warps": 4, "num_stages": 3}
-    strides, grid = (*g.stride()[:2], *x.stride()[:2]), (batch, blocks, -(-width // block))
-    launch(_sums_kernel, grid, operands, (*sizes, *strides), constants, specialised=True)
+    launch(_sums_kernel, (batch, blocks, -(-width // block)), arguments, constants, specialised=True)
     name = _sums_kernel.__name__
     announce(partial(Launch, name=name, family=CLIPPING, reads=[g, x, mean, rstd], writes=[partials]))
     return added_up(partials, whole).unbind(0)
@@ -209,29 +207,19 @@ def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
     """Sum g of equal shapes, strides and dtypes into (layers, B, p): a launch each, one table for all."""
     device = groups[0][1].device
     pointers = [list(map(Tensor.data_ptr, gs)) for gs, _ in groups]
-    with launch_on(device):
-        for (gs, sums), own, table in zip(groups, pointers, table_on(device, *pointers), strict=True):
-            first = gs[0]
-            batch, length, width = first.shape
-            blocks, block = -(-length // ROWS), min(256, 1 << (width - 1).bit_length())
-            partials = sums if blocks == 1 else torch.empty((blocks, *sums.shape), dtype=torch.float32, device=device)
-            _bias_sums_kernel[(len(gs) * batch, blocks, -(-width // block))](
-                table,
-                partials,
-                batch,
-                length,
-                width,
-                *first.stride()[:2],
-                DTYPE=TRITON_DTYPES[first.dtype],
-                ALIGNED=reduce(or_, own) % 16 == 0,
-                ROWS=ROWS,
-                BLOCK_T=8,
-                BLOCK=block,
-                num_warps=4,
-            )
-            announce(partial(Launch, name=_bias_sums_kernel.__name__, family=CLIPPING, reads=gs, writes=[partials]))
-            if blocks > 1:
-                torch.sum(partials, 0, out=sums)
+    for (gs, sums), own, table in zip(groups, pointers, table_on(device, *pointers), strict=True):
+        first = gs[0]
+        batch, length, width = first.shape
+        blocks, block = -(-length // ROWS), min(256, 1 << (width - 1).bit_length())
+        partials = sums if blocks == 1 else torch.empty((blocks, *sums.shape), dtype=torch.float32, device=device)
+        constants = {"DTYPE": TRITON_DTYPES[first.dtype], "ALIGNED": reduce(or_, own) % 16 == 0, "ROWS": ROWS}
+        constants |= {"BLOCK_T": 8, "BLOCK": block, "num_warps": 4, "num_stages": 3}
+        arguments = (table, partials, batch, length, width, *first.stride()[:2])
+        grid = len(gs) * batch, blocks, -(-width // block)
+        launch(_bias_sums_kernel, grid, arguments, constants, specialised=True)
+        announce(partial(Launch, name=_bias_sums_kernel.__name__, family=CLIPPING, reads=gs, writes=[partials]))
+        if blocks > 1:
+            torch.sum(partials, 0, out=sums)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

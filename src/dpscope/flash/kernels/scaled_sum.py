@@ -51,7 +51,7 @@ from dpscope.flash.kernels.triton_runtime import (
     dot,
     is_hopper,
     jit,
-    launch_on,
+    launch,
     multiplies_halves,
     provide_scratch,
     rows_are_aligned,
@@ -391,38 +391,22 @@ def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> 
     scale = scale.float().contiguous()
     parts = [(group, start) for group in groups for start in range(0, scale.shape[1], _MAX_SAMPLES)]
     tables = table_on(device, *(group.table(start) for group, start in parts))
-    with launch_on(device):
-        for (group, start), table in zip(parts, tables, strict=True):
-            g, x = group.gs[0], group.xs[0]
-            (batch, length, p), d = g.shape, x.shape[2]
-            tiles = forced or default_tiles(length, d, device)
-            if tiles.tma:
-                provide_scratch(device)
-            step = (tiles.block_m + tiles.block_n) * tiles.block_k * g.element_size()
-            tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
-            _scaled_sum_kernel[(len(group.gs) * tiles_each,)](
-                table,
-                scale,
-                min(batch - start, _MAX_SAMPLES),
-                length,
-                p,
-                d,
-                *g.stride()[:2],
-                *x.stride()[:2],
-                group.outs[0].stride(0),
-                tiles_each,
-                MIN_SCALE,
-                DTYPE=TRITON_DTYPES[g.dtype],
-                BLOCK_M=tiles.block_m,
-                BLOCK_N=tiles.block_n,
-                BLOCK_K=tiles.block_k,
-                GROUP_M=_GROUP_M,
-                MAX_SAMPLES=_MAX_SAMPLES,
-                ACCUMULATE=group.add or start > 0,
-                TMA=tiles.tma,
-                num_warps=tiles.num_warps,
-                num_stages=stages_that_fit(tiles.num_stages, step, device),
-            )
+    for (group, start), table in zip(parts, tables, strict=True):
+        g, x = group.gs[0], group.xs[0]
+        (batch, length, p), d = g.shape, x.shape[2]
+        tiles = forced or default_tiles(length, d, device)
+        if tiles.tma:
+            provide_scratch(device)
+        step = (tiles.block_m + tiles.block_n) * tiles.block_k * g.element_size()
+        tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
+        sizes = min(batch - start, _MAX_SAMPLES), length, p, d
+        strides = *g.stride()[:2], *x.stride()[:2], group.outs[0].stride(0)
+        constants = {"DTYPE": TRITON_DTYPES[g.dtype], "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        constants |= {"BLOCK_K": tiles.block_k, "GROUP_M": _GROUP_M, "MAX_SAMPLES": _MAX_SAMPLES}
+        constants |= {"ACCUMULATE": group.add or start > 0, "TMA": tiles.tma, "num_warps": tiles.num_warps}
+        constants["num_stages"] = stages_that_fit(tiles.num_stages, step, device)
+        arguments = (table, scale, *sizes, *strides, tiles_each, MIN_SCALE)
+        launch(_scaled_sum_kernel, len(group.gs) * tiles_each, arguments, constants, specialised=True)
 
 
 def _described(groups: list[_SumGroup], scale: Tensor) -> Launch:

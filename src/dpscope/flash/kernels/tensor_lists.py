@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, table_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch, table_on, tl, use_triton
 from dpscope.flash.torch_side.captures import device_cache
 
 
@@ -109,16 +109,9 @@ class ListLaunch:
 
     def run(self, kernel: Any, *more: Any, each: int = 1, **constants: Any) -> None:
         """Launch `each` programs a chunk. `more`: what the kernel takes behind this list's arguments."""
-        with launch_on(self.device):
-            kernel[(self.programs * each,)](
-                *self.arguments,
-                *more,
-                **constants,
-                ALIGNED=self.aligned,
-                CHUNK=self.cut.chunk,
-                BLOCK=self.cut.block,
-                num_warps=8,
-            )
+        constants |= {"ALIGNED": self.aligned, "CHUNK": self.cut.chunk, "BLOCK": self.cut.block}
+        constants |= {"num_warps": 8, "num_stages": 3}
+        launch(kernel, self.programs * each, (*self.arguments, *more), constants, specialised=True)
 
 
 def list_launches(

@@ -230,32 +230,34 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: Any,
     grid: int | tuple[int, int, int],
-    operands: Sequence[torch.Tensor | None],
-    numbers: Sequence[float],
+    arguments: Sequence[Any],
     constants: Mapping[str, Any],
     *,
     specialised: bool = False,
 ) -> None:
     """Launch a kernel; one that is compiled is called directly. `constants` ends with num_warps and num_stages.
 
+    arguments: tensors, numbers, or None in a tensor's place
+
     Triton's launcher inspects every argument again, and a network has a hundred launches a step. Dtypes, constants and
     the alignment of the operands decide which kernel it is; if it is `specialised` for integers, those, too.
     """
-    there = [each for each in operands if each is not None]
+    there = [each for each in arguments if isinstance(each, torch.Tensor)]
     device, grid = there[0].device, (grid, 1, 1) if isinstance(grid, int) else grid
     values = tuple(constants.values())
     key: tuple[Any, ...] | None = None
     direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
     if direct and reduce(or_, map(torch.Tensor.data_ptr, there)) % 16 == 0:
-        dtypes = [None if each is None else each.dtype for each in operands]
-        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in numbers] if specialised else []
+        numbers = [each for each in arguments if isinstance(each, int)] if specialised else []
+        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in numbers]
+        dtypes = [None if each is None else each.dtype for each in arguments if not isinstance(each, int | float)]
         key = (kernel.__name__, device_index(device), *dtypes, *values, *kinds)
     with launch_on(device):
         compiled = _compiled.get(key) if key is not None else None
         if compiled is not None:
-            compiled[grid](*operands, *numbers, *values[:-2])
+            compiled[grid](*arguments, *values[:-2])
             return
-        compiled = kernel[grid](*operands, *numbers, **constants)
+        compiled = kernel[grid](*arguments, **constants)
         if key is not None:
             _compiled[key] = compiled
 

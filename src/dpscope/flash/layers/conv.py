@@ -388,27 +388,21 @@ def add_patches(
 
 def _decide(tap: TapOfSamples, patches: Patches) -> Decision:
     x, g, geometry = patches.first.shape, patches.g, patches.geometry
-    seen = _product_of(x, g.shape, geometry, patches.in_tf32, patches.by_kernel)
-    freed = seen.freed if tap.shares_input is False else None
-    return tap.engine.path_rules.of_product(seen.x, g, p=seen.p, unfolded=seen.unfolded, width_freed=freed)
-
-
-class _Product(NamedTuple):
-    """A convolution as a product: x of patches (batch, positions, d), p, and the features that keeping frees."""
-
-    x: tuple[int, int, int]
-    p: int
-    unfolded: Unfolded
-    freed: int | None  # if no other layer reads the convolution's x
+    product, p, unfolded, freed = _product_of(x, g.shape, geometry, patches.in_tf32, patches.by_kernel)
+    freed = freed if tap.shares_input is False else None
+    return tap.engine.path_rules.of_product(product, g, p=p, unfolded=unfolded, width_freed=freed)
 
 
 @lru_cache(maxsize=1024)  # asked by every layer in every backward pass
-def _product_of(x: torch.Size, g: torch.Size, geometry: Geometry, in_tf32: bool, by_kernel: bool) -> _Product:
+def _product_of(
+    x: torch.Size, g: torch.Size, geometry: Geometry, in_tf32: bool, by_kernel: bool
+) -> tuple[tuple[int, int, int], int, Unfolded, int | None]:
+    """Return (batch, positions, d) and p of the product with patches, and the features that keeping it alone frees."""
     groups, channel = geometry.groups, len(g) - len(geometry.kernel) - 1
     d, p = x[channel] // groups * math.prod(geometry.kernel), g[channel] // groups
     length, held = math.prod(g[1:]) // g[channel], math.prod(x[1:])
     unfolded = Unfolded(held, geometry.copies, in_tf32, by_kernel, groups)
-    return _Product((x[0], length, d), p, unfolded, p + held // length if groups == 1 else None)
+    return (x[0], length, d), p, unfolded, p + held // length if groups == 1 else None
 
 
 def _is_depthwise(shape: tuple[int, ...], geometry: Geometry) -> bool:

@@ -75,7 +75,8 @@ def test_convolutions_that_share_launches_give_what_each_gives_alone(
     with hearing(launches.append):
         norms = conv_norms(products)
     made = [launch.name for launch in launches if "copy" not in launch.name]
-    assert len(made) == 2
+    in_order = all(operand.is_contiguous() for operand in products[0][:2])
+    assert len(made) == (2 if in_order else 4)  # others are copied first, one by one
     scale = torch.tensor([0.5, 2.0, 3.0])
     sums = conv_sums([*products], scale)
     for product, squares, total in zip(products, norms, sums, strict=True):
