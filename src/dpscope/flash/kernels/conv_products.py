@@ -23,7 +23,8 @@ Windows are contiguous: x is copied once for each column of the kernel and each 
 column j and phase f holds X[c, y·s + f, x·s + j·d] at (y, x), its rows as long as those of g, so that the window under
 kernel element (i, j) is a copy from row (i·d) // s on. Positions lie side by side in memory (NCHW) and rows are whole
 words, so that a thread copies 16 bytes; g is copied too if its rows are not. Kernels of one element read x itself.
-Copies are made of some samples at a time.
+Copies are made of some samples at a time. Convolutions of equal shapes share launches for norms and for sums, as far as
+their copies and sums take no more than `LEAST_COPIES`; pointers of all of them travel in one table.
 
 Tiles depend on shapes alone: a search at run time would make the first step slower and results depend on the machine's
 load.

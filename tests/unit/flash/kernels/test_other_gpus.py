@@ -23,14 +23,14 @@ TYPES |= dict.fromkeys(("table", "tile_table", "unit_table", "segments"), "*i64"
 SHARED = {80: 163, 86: 99, 90: 227, 120: 99}  # KiB that a program may take
 
 
-def compiled(kernel: Any, version: int, constants: Mapping[str, Any]) -> Any:
-    """Compile a kernel whose arguments are 32-bit integers, but for `TYPES`. All are multiples of 16."""
+def compiled(kernel: Any, version: int, constants: Mapping[str, Any], **types: str) -> Any:
+    """Compile a kernel whose arguments are 32-bit integers, but for `TYPES` and `types`. All are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    others = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in known}
+    others = {name: (TYPES | types).get(name, "i32") for name in kernel.arg_names if name not in known}
     places = {name: (index,) for index, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         kernel,
@@ -50,13 +50,14 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("operands", [{}, {"x": "*i64", "g": "*i64"}], ids=["one", "tables of several"])
 @pytest.mark.parametrize("work", [FOR_NORMS, FOR_SUM])
-def test_convolutions_fit(version: int, work: str) -> None:
+def test_convolutions_fit(version: int, work: str, operands: dict[str, str]) -> None:
     at = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
     sizes = (64, 256, 14, 14), (64, 256, 14, 14)
     plan = conv_products._plan.__wrapped__(*sizes, at, torch.float32, True, work, None, CUDA)
     kernel = conv_kernels._conv_sum_kernel if work == FOR_SUM else conv_kernels._conv_products_kernel
-    found = compiled(kernel, version, plan.constants)
+    found = compiled(kernel, version, plan.constants, **operands)
     assert found.metadata.shared <= SHARED[version] * 1024
 
 
