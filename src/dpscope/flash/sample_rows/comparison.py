@@ -23,8 +23,7 @@ _REPEATED_ROUNDED = 1e-7  # in other dtypes
 
 def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | None = None) -> bool:
     """Return whether these rows differ by more than rounding, or by more than a share of the largest element."""
-    parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
-    if dry_run.current() is None and all(torch.equal(x, y) for x, y in parts):
+    if _is_equal(a, b, dim, rows):
         return False
     if not a.is_floating_point():
         return dry_run.current() is None
@@ -34,6 +33,12 @@ def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | N
         not read(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all(), True)
         for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
     )
+
+
+def _is_equal(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
+    """Return whether these rows are the same to the bit; False if they hold NaN, or in a dry run."""
+    parts = zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
+    return dry_run.current() is None and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
 
 
 def any_apart(first: list[Tensor], second: list[Tensor], rows: int, *, repeated: bool = False) -> bool:
@@ -89,6 +94,8 @@ def largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     """Return max|found − wanted| and max|wanted| in float64, a slice at a time, because copies of logits are large."""
     apart = size = 0.0
     whole = torch.arange(1)
+    if _is_equal(found[None], wanted[None], 0, whole):
+        return 0.0, 0.0
     for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):
         if other.numel():
             apart = max(apart, read((mine.double() - other.double()).abs().nan_to_num(0).amax(), 0.0))
@@ -97,11 +104,11 @@ def largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 
 def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
-    """Yield these rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
-    tensor = tensor.movedim(dim, 0)
-    for group in torch.split(rows, max(1, SLICE // max(1, tensor[:1].numel()))):
-        part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
-        yield from torch.split(part.reshape(-1), SLICE)
+    """Yield these rows, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
+    most = max(1, SLICE // max(1, tensor.numel() // max(1, tensor.shape[dim])))
+    for group in [rows] if len(rows) <= most else torch.split(rows, most):
+        part = tensor.select(dim, int(group)) if len(group) == 1 else tensor.index_select(dim, group.to(tensor.device))
+        yield from [part] if part.numel() <= SLICE else torch.split(part.reshape(-1), SLICE)
 
 
 def is_coarse(tensor: Tensor) -> bool:

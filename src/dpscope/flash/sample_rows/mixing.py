@@ -69,7 +69,7 @@ class Mixing(TriedCall):
         self._is_loud = False  # whether the sample that was put in place of another is a large one
         self._turn = RANDOM.randrange(6)  # of the thirds
         self._keeps_nothing = False  # whether a comparison of rows has shown that the model keeps nothing of them
-        self._numel = 0  # elements of all outputs
+        self._numel = -1  # elements of all outputs; -1 before the first run
         self._moves_with_number = False  # whether outputs moved with the number of samples, by rounding or by more
         self._sizes: list[float] = []  # largest elements of the outputs, in the model's own dtype
         self.doubt = ""  # why the plain reading of the arguments was refused, if another one was taken
@@ -93,7 +93,6 @@ class Mixing(TriedCall):
         found = [leaf.detach().clone() for leaf in tensors_in(output)]
         if not self.wide:
             self._numel = max(self._numel, sum(each.numel() for each in found))
-            self._sizes = [largest(each) for each in found]
         return found
 
     # -- other samples -----------------------------------------------------------------------------------------------
@@ -217,9 +216,11 @@ class Mixing(TriedCall):
         free = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")  # without it, a CPU's process would be killed
         if free is not None and sum(8 * each.numel() for each in tensors if each.device.type == "cpu") > 512 * free:
             return TypeError("copies in float64 would take more than half of the memory that is free")
-        outer, self.wide = self.alone, True
-        self.alone = lambda: _both(outer(), no_autocast(tensors[0].device.type))
+        outer = self.alone
         try:
+            with self.untouched():
+                self._sizes = [largest(each) for each in self._outputs(self.rows(), 1)]
+            self.wide, self.alone = True, lambda: _both(outer(), no_autocast(tensors[0].device.type))
             with in_float64(tensors):
                 question()
         except RanOutOfMemory as end:
@@ -270,7 +271,7 @@ class Mixing(TriedCall):
             with self.untouched():
                 self._compare_rows(rows, None, in_steps=True)
         except (Exception, NotFollowed):
-            if not self._sizes:  # the very first run
+            if self._numel < 0:  # the very first run
                 raise
             return False
         self._keeps_nothing = True

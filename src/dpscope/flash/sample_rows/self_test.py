@@ -23,7 +23,7 @@ Where weighted sums prove nothing, and for outputs without rows, one sample is r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ _DIFFERENT = (
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
 NORM_SLICE = 2**17
+_LEAST, _MOST = 1e-15, 1e15
+"""Norms whose squares float32 can hold, and those of their elements that count."""
 _LOUD = 2.0**10
 """Factor of all weights, unless a model computes in 16 bits: a backward pass that clips what is large is not linear."""
 
@@ -68,15 +70,17 @@ PROJECTIONS = 4
 _BLOCK = 256  # elements that are projected together
 
 TakeSums = Callable[[list[nn.Parameter], list[Tensor]], None]
-Norms = dict[nn.Parameter, tuple[Tensor, Tensor]]  # of a sum's error, and of the gradient that it should be
+Errors = list[tuple[list[nn.Parameter], Tensor]]  # norms of the sums' errors, (parameters,)
 
 
 class Truth(NamedTuple):
-    """A gradient as autograd makes it: its norm, and its values or projections of them."""
+    """A gradient as autograd makes it: its values or projections of them."""
 
-    size: Tensor
     values: Tensor
     is_projected: bool
+
+
+Truths = dict[nn.Parameter, Truth]
 
 
 class SelfTest(RowNorms):
@@ -103,7 +107,8 @@ class SelfTest(RowNorms):
         self.has_rows = False  # whether an output has a row for each sample
         self.holds_gradients = False  # whatever they take
         # Outputs and gradients of the untouched model, until they are compared: other taps may have to be tried first.
-        self._truth: tuple[list[Tensor], dict[nn.Parameter, Truth]] | None = None
+        self._truth: tuple[list[Tensor], Truths] | None = None
+        self._sizes = self.weights  # norms of autograd's gradients, (parameters,), once they are known
 
     def run(self) -> None:
         """Raise NotFollowed for a module whose taps do not do what it does."""
@@ -121,11 +126,11 @@ class SelfTest(RowNorms):
         if self._truth is None:
             return False
         with self.untouched(), self.engine.state.trial(len(self.rows)):
-            wrong, norms, order, leaking = self._tapped(*self._truth)
+            wrong, errors, order, leaking = self._tapped(*self._truth)
         if wrong and self._is_random():
             return False  # what draws random numbers sample by sample draws others than for a batch
         named = {parameter: name for name, parameter in names.items()}
-        bad = self._bad_sums(norms) or leaking
+        bad = self._bad_sums(named, errors) or leaking
         if bad and not self.holds_gradients:  # projections tell the size of an error roughly
             self.holds_gradients = True
             return self._compare(names)
@@ -135,7 +140,7 @@ class SelfTest(RowNorms):
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
 
-    def _of_untouched(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], dict[nn.Parameter, Truth]] | None:
+    def _of_untouched(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], Truths] | None:
         """Return outputs and gradients without taps; None if no output has a gradient."""
         with self.untouched(), self.alone():
             outputs, expected, left = self._ordinary(parameters)
@@ -146,13 +151,13 @@ class SelfTest(RowNorms):
         self.holds_gradients |= taken <= HELD_BYTES
         gradients = [p.new_zeros(()) if each is None else each for p, each in zip(parameters, expected, strict=True)]
         del expected
-        sizes = _norms(gradients)
+        self._sizes = _norms(gradients)
         gradients.reverse()  # each is let go once it is projected
-        return outputs, {p: self._truth_of(gradients.pop(), size) for p, size in zip(parameters, sizes, strict=True)}
+        return outputs, {parameter: self._truth_of(gradients.pop()) for parameter in parameters}
 
-    def _truth_of(self, gradient: Tensor, size: Tensor) -> Truth:
+    def _truth_of(self, gradient: Tensor) -> Truth:
         held = self.holds_gradients or not lies_here(gradient) or not gradient.dim()
-        return Truth(size, gradient if held else self._projections(gradient), is_projected=not held)
+        return Truth(gradient if held else self._projections(gradient), is_projected=not held)
 
     def _projections(self, tensor: Tensor) -> Tensor:
         """Return projections of each block on random signs, (blocks, PROJECTIONS) float64.
@@ -207,8 +212,8 @@ class SelfTest(RowNorms):
         return [output.detach() for output in outputs], list(found), left
 
     def _tapped(
-        self, expected: list[Tensor], gradients: dict[nn.Parameter, Truth]
-    ) -> tuple[str, Norms, list[nn.Parameter], dict[nn.Parameter, float]]:
+        self, expected: list[Tensor], gradients: Truths
+    ) -> tuple[str, Errors, list[nn.Parameter], dict[nn.Parameter, float]]:
         """Return four results of the tapped model.
 
         They are how outputs differ, how far the engine's weighted sums are from autograd's gradients, parameters in
@@ -235,19 +240,17 @@ class SelfTest(RowNorms):
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
         weights = self.loudness * self.weights.masked_fill(~self.first_half, SILENT_WEIGHT)
-        norms: Norms = {}
+        errors: Errors = []
 
         def compare(parameters: list[nn.Parameter], sums: list[Tensor]) -> None:
             truths = [gradients.pop(parameter) for parameter in parameters]
             both = zip(sums, truths, strict=True)
             mine = [self._projections(each) if truth.is_projected else each for each, truth in both]
-            errors = _norms(mine, [truth.values for truth in truths])
-            norms.update(zip(parameters, zip(errors, (truth.size for truth in truths), strict=True), strict=True))
+            errors.append((parameters, _norms(mine, [truth.values for truth in truths])))
 
         self._sum(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
-        norms.update((parameter, (truth.size, truth.size)) for parameter, truth in gradients.items())
         if not self.has_rows or len(self.rows) < 2 or self.again:
-            return wrong, norms, order, {}
+            return wrong, errors, order, {}
         try:
             leaking = self._leaking(self.rows.roll(1) if dry_run.current() is None else None)
         except (UserError, NotFollowed):
@@ -256,7 +259,7 @@ class SelfTest(RowNorms):
             if lacks_memory(error):
                 raise
             leaking = self._leaking(None)
-        return wrong, norms, order, leaking
+        return wrong, errors, order, leaking
 
     def _leaking(self, rows: Tensor | None) -> dict[nn.Parameter, float]:
         """Return the parameters that have something for a silent sample, with the other half silent.
@@ -264,13 +267,26 @@ class SelfTest(RowNorms):
         The samples come in another order, `rows`, if it is given: a model that sorts them may have been given sorted
         ones before.
         """
-        found: dict[nn.Parameter, Tensor] = {}
+        found: Errors = []
         silent = self.first_half.to(self.weights.dtype)
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward, rows), ~self.first_half, weighted=False), [])
             recorded = self.engine.state.take_recorded()
-            self._sum(recorded, silent, lambda those, sums: found.update(zip(those, _norms(sums), strict=True)))
-        return _not_zero(found)
+            if self._reaches_silent(recorded):
+                self._sum(recorded, silent, lambda those, sums: found.append((those, _norms(sums))))
+        return {parameter: size for parameter, size in _read(found) if size and math.isfinite(size)}
+
+    def _reaches_silent(self, recorded: Recorded) -> bool:
+        """Return whether a gradient in the first half's rows may not be zero: sums are linear in what was recorded."""
+        parts = [part for _, uses in recorded for part in uses]
+        held = [(*part.saved[1:], part.per_sample, part.summed_later) for part in parts]
+        linear = [next((each for each in those if each is not None), None) for those in held]
+        by_sample = {id(each): each for each in linear if each is not None and len(each) == len(self.rows)}
+        if dry_run.current() is not None or any(id(each) not in by_sample for each in linear):
+            return True
+        flat = [each.flatten(1) if each.dim() > 1 else each[:, None] for each in by_sample.values()]
+        counts = [torch.linalg.vector_norm(each, 0, dim=1) for each in flat]  # of elements that are not zero
+        return bool(counts) and bool(torch.stack(counts)[:, self.first_half.to(counts[0].device)].any())
 
     def _sum(self, recorded: Recorded, weights: Tensor, take: TakeSums) -> None:
         """Give the engine's weighted sums of what was recorded to `take`, a few at a time, which may overwrite them."""
@@ -330,13 +346,13 @@ class SelfTest(RowNorms):
                 runs.append([tensor.detach() for tensor in tensors_in(self.model.forward(*args, **kwargs))])
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
 
-    def _bad_sums(self, norms: Norms) -> dict[nn.Parameter, float]:
-        """Return the parameters whose sums differ, with the relative error."""
-        error, size = (read(torch.stack(each), 0.0) for each in zip(*norms.values(), strict=True))  # one wait each
-        whole = math.hypot(*(each for each in size if math.isfinite(each)))
+    def _bad_sums(self, parameters: Collection[nn.Parameter], errors: Errors) -> dict[nn.Parameter, float]:
+        """Return the parameters whose sums differ, or are missing, with the relative error."""
+        sizes, error = read(self._sizes, 0.0), dict(_read(errors))
+        whole = math.hypot(*(each for each in sizes if math.isfinite(each)))
         bad = {}
-        for parameter, off, own in zip(norms, error, size, strict=True):
-            share, floor = self._tolerance(parameter)
+        for parameter, own in zip(parameters, sizes, strict=True):
+            (share, floor), off = self._tolerance(parameter), error.get(parameter, own)
             if math.isfinite(own) and not off <= share * own + floor * whole:  # what is no number has no size
                 bad[parameter] = off / max(own, 1e-30)
         return bad
@@ -350,21 +366,27 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter], nodes: list[Any]) 
     return torch.autograd.grad(total, parameters, allow_unused=True)
 
 
-def _not_zero(norms: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, float]:
-    sizes = read(torch.stack(list(norms.values())), 0.0) if norms else []
-    return {parameter: size for parameter, size in zip(norms, sizes, strict=True) if size and math.isfinite(size)}
+def _read(errors: Errors) -> Iterator[tuple[nn.Parameter, float]]:
+    """Yield parameters with their norms, for which the host waits once."""
+    if errors:
+        norms = read(torch.cat([norms for _, norms in errors]), 0.0)
+        yield from zip((parameter for those, _ in errors for parameter in those), norms, strict=True)
 
 
-def _norms(tensors: list[Tensor], minus: list[Tensor] | None = None) -> list[Tensor]:
-    """Return the norms of tensors in float64, or those of their differences from others, which take their place.
+def _norms(tensors: list[Tensor], minus: list[Tensor] | None = None) -> Tensor:
+    """Return the norms of tensors in float64, (tensors,), or of their differences from others, which take their place.
 
-    On a GPU two operators do this for all tensors.
+    On a GPU two operators do this for all tensors. A CPU takes five times as long for float64 as for float32.
     """
     if minus is not None:
         torch._foreach_sub_(tensors, minus)
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return list(torch._foreach_norm(tensors, 2, torch.float64))
-    return list(map(_norm, tensors))
+    if dry_run.current() is not None or any(tensor.device.type != "cpu" for tensor in tensors):
+        return torch.stack(torch._foreach_norm(tensors, 2, torch.float64))
+    norms = torch.stack(torch._foreach_norm(tensors)).double()
+    for place, norm in enumerate(norms.tolist()):
+        if not _LEAST < norm < _MOST:
+            norms[place] = _norm(tensors[place])
+    return norms
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -93,8 +93,9 @@ def all_zero(parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         found = []
         for alike in kinds.values():
-            largest = torch._foreach_norm([each.data.reshape(-1)[:first] for each in alike], math.inf)
-            found += [each for each, size in zip(alike, read(torch.stack(largest), 1.0), strict=True) if size == 0]
+            parts = [each if each.numel() <= _FIRST else each.reshape(-1)[:first] for each in (p.data for p in alike)]
+            sizes = read(torch.stack(torch._foreach_norm(parts, math.inf)), 1.0)
+            found += [each for each, size in zip(alike, sizes, strict=True) if size == 0]
     return found
 
 
