@@ -27,8 +27,8 @@ def apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor, *, share: float | N
         return False
     if not a.is_floating_point():
         return dry_run.current() is None
-    size = max((read(x.abs().nan_to_num(0).amax(), 0.0) for x in slices(a, dim, rows) if x.numel()), default=0.0)
-    tolerance = (_ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share) * size
+    share = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) if share is None else share
+    tolerance = share * max(map(largest, slices(a, dim, rows)), default=0.0)
     return any(
         not read(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all(), True)
         for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)

@@ -216,19 +216,18 @@ class Mixing(TriedCall):
         free = number_in("/proc/meminfo", r"^MemAvailable:\s+(\d+)")  # without it, a CPU's process would be killed
         if free is not None and sum(8 * each.numel() for each in tensors if each.device.type == "cpu") > 512 * free:
             return TypeError("copies in float64 would take more than half of the memory that is free")
-        outer = self.alone
         try:
             with self.untouched():
                 self._sizes = [largest(each) for each in self._outputs(self.rows(), 1)]
-            self.wide, self.alone = True, lambda: _both(outer(), no_autocast(tensors[0].device.type))
-            with in_float64(tensors):
+            self.wide = True
+            with in_float64(tensors), no_autocast(tensors[0].device.type):
                 question()
         except RanOutOfMemory as end:
             return end.error
         except Exception as error:
             return error
         finally:
-            self.alone, self.wide = outer, False
+            self.wide = False
         return None
 
     def _try_readings(self, further: Callable[[], None], *, whole: bool) -> None:
@@ -572,12 +571,6 @@ def in_float64(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
-
-
-@contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def replaced(batch: int, row: int) -> list[int]:

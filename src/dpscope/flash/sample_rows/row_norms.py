@@ -94,7 +94,7 @@ class RowNorms:
         output_dims: Sequence[int | None] | None = None,
     ) -> None:
         self.engine, self.model, self.call, self.output_dims = engine, engine.model, call, output_dims
-        self.sampled, self.rows = tried.sampled_leaves(), torch.tensor(tried.rows())
+        self.tried, self.sampled, self.rows = tried, tried.sampled_leaves(), torch.tensor(tried.rows())
         self.untouched, self.alone, self.devices = tried.untouched, tried.alone, tried.devices
         self.watched, self.numbers, self.opened_gates = tried.watched, tried.numbers, tried.opened_gates
         self.coarse = False  # whether products are rounded to less than the parameters' dtype

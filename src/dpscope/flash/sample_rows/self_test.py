@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.torch_side.dry_run import read
 from dpscope.flash.torch_side.left_graphs import LeftGraphs
 from dpscope.flash.torch_side.shards import lies_here
-from dpscope.random_states import RandomStates, seed_all
+from dpscope.random_states import RandomStates
 
 # How far two ways to compute an output may be apart, of its largest element.
 _OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -58,7 +58,6 @@ _DIFFERENT = (
 )
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
-NORM_SLICE = 2**17
 _LEAST, _MOST = 1e-15, 1e15
 """Norms whose squares float32 can hold, and those of their elements that count."""
 _LOUD = 2.0**10
@@ -73,14 +72,7 @@ TakeSums = Callable[[list[nn.Parameter], list[Tensor]], None]
 Errors = list[tuple[list[nn.Parameter], Tensor]]  # norms of the sums' errors, (parameters,)
 
 
-class Truth(NamedTuple):
-    """A gradient as autograd makes it: its values or projections of them."""
-
-    values: Tensor
-    is_projected: bool
-
-
-Truths = dict[nn.Parameter, Truth]
+Truths = dict[nn.Parameter, Tensor]  # gradients as autograd makes them, or projections of them
 
 
 class SelfTest(RowNorms):
@@ -153,17 +145,15 @@ class SelfTest(RowNorms):
         del expected
         self._sizes = _norms(gradients)
         gradients.reverse()  # each is let go once it is projected
-        return outputs, {parameter: self._truth_of(gradients.pop()) for parameter in parameters}
+        return outputs, {parameter: self._compared(gradients.pop()) for parameter in parameters}
 
-    def _truth_of(self, gradient: Tensor) -> Truth:
-        held = self.holds_gradients or not lies_here(gradient) or not gradient.dim()
-        return Truth(gradient if held else self._projections(gradient), is_projected=not held)
-
-    def _projections(self, tensor: Tensor) -> Tensor:
-        """Return projections of each block on random signs, (blocks, PROJECTIONS) float64.
+    def _compared(self, tensor: Tensor) -> Tensor:
+        """Return a gradient, or projections of each block of it on random signs, (blocks, PROJECTIONS) float64.
 
         Those of a difference δ are together as large as ‖δ‖ in the mean of squares, whatever δ is.
         """
+        if self.holds_gradients or not lies_here(tensor) or not tensor.dim():
+            return tensor
         random = _seeded(tensor.device, self.seed)
         signs = torch.randint(2, (_BLOCK, PROJECTIONS), generator=random, device=tensor.device).double() * 2 - 1
         signs /= PROJECTIONS**0.5
@@ -244,9 +234,7 @@ class SelfTest(RowNorms):
 
         def compare(parameters: list[nn.Parameter], sums: list[Tensor]) -> None:
             truths = [gradients.pop(parameter) for parameter in parameters]
-            both = zip(sums, truths, strict=True)
-            mine = [self._projections(each) if truth.is_projected else each for each, truth in both]
-            errors.append((parameters, _norms(mine, [truth.values for truth in truths])))
+            errors.append((parameters, _norms(list(map(self._compared, sums)), truths)))
 
         self._sum(recorded, weights if self.has_rows else torch.ones_like(weights), compare)
         if not self.has_rows or len(self.rows) < 2 or self.again:
@@ -278,8 +266,7 @@ class SelfTest(RowNorms):
 
     def _reaches_silent(self, recorded: Recorded) -> bool:
         """Return whether a gradient in the first half's rows may not be zero: sums are linear in what was recorded."""
-        parts = [part for _, uses in recorded for part in uses]
-        held = [(*part.saved[1:], part.per_sample, part.summed_later) for part in parts]
+        held = [(*part.saved[1:], part.per_sample, part.summed_later) for _, uses in recorded for part in uses]
         linear = [next((each for each in those if each is not None), None) for those in held]
         by_sample = {id(each): each for each in linear if each is not None and len(each) == len(self.rows)}
         if dry_run.current() is not None or any(id(each) not in by_sample for each in linear):
@@ -340,10 +327,9 @@ class SelfTest(RowNorms):
             return False
         runs = []
         for seed in (1, 2):
-            with self.untouched(), self.alone(), torch.enable_grad():  # it may take gradients itself
-                seed_all(seed, self.devices)
-                args, kwargs = self._arguments(self.rows)
-                runs.append([tensor.detach() for tensor in tensors_in(self.model.forward(*args, **kwargs))])
+            with self.untouched():
+                output = self.tried.run_on(self.rows.tolist(), seed=seed)
+                runs.append([tensor.detach() for tensor in tensors_in(output)])
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
 
     def _bad_sums(self, parameters: Collection[nn.Parameter], errors: Errors) -> dict[nn.Parameter, float]:
@@ -385,16 +371,8 @@ def _norms(tensors: list[Tensor], minus: list[Tensor] | None = None) -> Tensor:
     norms = torch.stack(torch._foreach_norm(tensors)).double()
     for place, norm in enumerate(norms.tolist()):
         if not _LEAST < norm < _MOST:
-            norms[place] = _norm(tensors[place])
+            norms[place] = torch.linalg.vector_norm(tensors[place], dtype=torch.float64)
     return norms
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    """Copy slices to float64, and return their norm: torch's own float64 norm of float32 takes 6 times as long."""
-    if tensor.numel() > NORM_SLICE:
-        tensor = torch.stack([_norm(part) for part in torch.split(tensor.reshape(-1), NORM_SLICE)])
-    norm: Tensor = torch.linalg.vector_norm(tensor.double())
-    return norm
 
 
 def _seeded(device: torch.device | str, seed: int) -> torch.Generator | None:

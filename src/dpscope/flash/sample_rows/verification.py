@@ -425,14 +425,12 @@ class Verification:
         reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
         # A compiled graph has them as inputs, whatever it does with them: an ordinary gradient of one will be refused.
         reached -= self.held_by_graphs
-        if reached:
-            self._begin_again_without(reached, "a parameter is used where that cannot be followed")
-            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
-
-    def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:
-        modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
+        if not reached:
+            return
+        modules = [module for module in self.followed if any(p in reached for p in module.parameters())]
         if modules:
-            raise NotFollowed(modules, reason)
+            raise NotFollowed(modules, "a parameter is used where that cannot be followed")
+        raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
 
 
 def _refuse_unverified(failure: Exception) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -330,27 +331,46 @@ class MixedInBackward(nn.Module):
 def test_gradients_of_a_large_model_are_compared_by_projections(monkeypatch):
     monkeypatch.setattr(self_test, "HELD_BYTES", -1)
     kept = []
-    truth_of = SelfTest._truth_of
-    monkeypatch.setattr(SelfTest, "_truth_of", lambda *args: kept.append(truth_of(*args)) or kept[-1])
+    compared = SelfTest._compared
+    monkeypatch.setattr(SelfTest, "_compared", lambda *args: kept.append(compared(*args)) or kept[-1])
     assert_exact(nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 2)), {"x": torch.randn(5, 6)}, losses)
     assert kept
-    assert all(truth.is_projected for truth in kept)
+    assert {each.shape[-1] for each in kept} == {self_test.PROJECTIONS}
     kept.clear()
     with (
         FlashEngine(MixedInBackward(), max_grad_norm=1.0) as engine,
         pytest.raises(UserError, match="not ordinary autograd's"),
     ):
         private_step(engine, {"x": torch.randn(5, 6)}, losses)
-    assert {truth.is_projected for truth in kept} == {True, False}  # a difference is looked at in full
+    assert {each.shape[-1] == self_test.PROJECTIONS for each in kept} == {True, False}  # a difference is seen in full
 
 
 def test_projections_are_as_large_as_what_they_are_made_of():
     test = object.__new__(SelfTest)
     for seed, shape in enumerate([(7,), (300, 40), (3, 2**17)]):
-        test.seed = seed
+        test.seed, test.holds_gradients = seed, False
         for tensor in (torch.randn(shape), torch.ones(shape)):
-            found = test._projections(tensor).norm() / self_test.PROJECTIONS**0.5
+            found = test._compared(tensor).norm() / self_test.PROJECTIONS**0.5
             assert 0.1 * tensor.norm() < found < 3 * tensor.norm()
+
+
+def test_norms_that_leave_the_range_of_float32_are_taken_in_float64():
+    one = torch.randn(3, 50)
+    tensors = [one, 1e-30 * one, 1e30 * one, torch.zeros(4), one.bfloat16(), torch.tensor([1.0, math.inf]), one[:, 0]]
+    wanted = [float(torch.linalg.vector_norm(each.double())) for each in tensors]
+    assert self_test._norms(tensors).tolist() == pytest.approx(wanted, rel=1e-2)  # bfloat16's own rounding
+    assert math.isnan(self_test._norms([torch.tensor([math.nan])]))
+    assert self_test._norms([one.clone()], [one - 1e-25]).tolist() == pytest.approx([0.0], abs=1e-5)
+
+
+def test_sums_of_silent_samples_are_made_only_where_something_reaches_them():
+    made = []
+    make = SelfTest._sum
+    with mock.patch.object(SelfTest, "_sum", lambda *args: made.append(1) or make(*args)):
+        assert_exact(nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)), {"x": torch.randn(5, 6)}, losses)
+    assert len(made) == 1
+    with mock.patch.object(SelfTest, "_reaches_silent", lambda *args: True):  # of whatever cannot be looked into
+        assert_exact(nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)), {"x": torch.randn(5, 6)}, losses)
 
 
 # -- rounding
