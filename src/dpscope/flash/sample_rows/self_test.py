@@ -33,6 +33,7 @@ from torch.nn.functional import pad as pad_zeros
 
 from dpscope.endings import lacks_memory
 from dpscope.errors import UserError
+from dpscope.flash.gradients.contributions import Contribution
 from dpscope.flash.gradients.slots import OWN_GRADIENTS
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.comparison import SLICE, is_coarse, largest_difference
@@ -58,8 +59,7 @@ _DIFFERENT = (
 )
 SILENT_WEIGHT = 1e4
 """Of samples without a cotangent, in the engine's sums."""
-_LEAST, _MOST = 1e-15, 1e15
-"""Norms whose squares float32 can hold, and those of their elements that count."""
+_LEAST, _MOST = 1e-15, 1e15  # norms whose squares float32 can hold, and those of their elements that count
 _LOUD = 2.0**10
 """Factor of all weights, unless a model computes in 16 bits: a backward pass that clips what is large is not linear."""
 
@@ -121,13 +121,12 @@ class SelfTest(RowNorms):
             wrong, errors, order, leaking = self._tapped(*self._truth)
         if wrong and self._is_random():
             return False  # what draws random numbers sample by sample draws others than for a batch
-        named = {parameter: name for name, parameter in names.items()}
-        bad = self._bad_sums(named, errors) or leaking
+        bad = self._bad_sums(names.values(), errors) or leaking
         if bad and not self.holds_gradients:  # projections tell the size of an error roughly
             self.holds_gradients = True
             return self._compare(names)
         if bad:
-            self._raise_for(bad, order, named, _DIFFERENT)
+            self._raise_for(bad, order, {parameter: name for name, parameter in names.items()}, _DIFFERENT)
         if wrong:
             raise Mismatch([self.model], f"with taps the model gives another output than without ({wrong})")
         return self.has_rows
@@ -139,8 +138,7 @@ class SelfTest(RowNorms):
         self._refuse_left(left)
         if expected is None:
             return None
-        taken = sum(each.nbytes for each in expected if each is not None)
-        self.holds_gradients |= taken <= HELD_BYTES
+        self.holds_gradients |= sum(each.nbytes for each in expected if each is not None) <= HELD_BYTES
         gradients = [p.new_zeros(()) if each is None else each for p, each in zip(parameters, expected, strict=True)]
         del expected
         self._sizes = _norms(gradients)
@@ -260,20 +258,21 @@ class SelfTest(RowNorms):
         with self.engine.state.trial(len(self.rows)):
             gradients_of(self._total(self._forward(self.call.forward, rows), ~self.first_half, weighted=False), [])
             recorded = self.engine.state.take_recorded()
-            if self._reaches_silent(recorded):
-                self._sum(recorded, silent, lambda those, sums: found.append((those, _norms(sums))))
+            self._drop_silent(recorded)
+            self._sum(recorded, silent, lambda those, sums: found.append((those, _norms(sums))))
         return {parameter: size for parameter, size in _read(found) if size and math.isfinite(size)}
 
-    def _reaches_silent(self, recorded: Recorded) -> bool:
-        """Return whether a gradient in the first half's rows may not be zero: sums are linear in what was recorded."""
-        held = [(*part.saved[1:], part.per_sample, part.summed_later) for _, uses in recorded for part in uses]
-        linear = [next((each for each in those if each is not None), None) for those in held]
-        by_sample = {id(each): each for each in linear if each is not None and len(each) == len(self.rows)}
-        if dry_run.current() is not None or any(id(each) not in by_sample for each in linear):
-            return True
+    def _drop_silent(self, recorded: Recorded) -> None:
+        """Drop parameters with no gradient in the first half's rows: their sums would be zero."""
+        linear = [[_linear_in(part) for part in uses] for _, uses in recorded]
+        by_sample = {id(each): each for those in linear for each in those if each is not None and len(each)}
+        if dry_run.current() is not None or {len(each) for each in by_sample.values()} != {len(self.rows)}:
+            return
         flat = [each.flatten(1) if each.dim() > 1 else each[:, None] for each in by_sample.values()]
-        counts = [torch.linalg.vector_norm(each, 0, dim=1) for each in flat]  # of elements that are not zero
-        return bool(counts) and bool(torch.stack(counts)[:, self.first_half.to(counts[0].device)].any())
+        counts = torch.stack([torch.linalg.vector_norm(each, 0, dim=1) for each in flat])  # of what is not zero
+        reached = counts[:, self.first_half.to(counts.device)].any(1).tolist()
+        silent = {key for key, is_reached in zip(by_sample, reached, strict=True) if not is_reached}
+        recorded[:] = [each for each, those in zip(recorded, linear, strict=True) if {*map(id, those)} - silent]
 
     def _sum(self, recorded: Recorded, weights: Tensor, take: TakeSums) -> None:
         """Give the engine's weighted sums of what was recorded to `take`, a few at a time, which may overwrite them."""
@@ -328,8 +327,7 @@ class SelfTest(RowNorms):
         runs = []
         for seed in (1, 2):
             with self.untouched():
-                output = self.tried.run_on(self.rows.tolist(), seed=seed)
-                runs.append([tensor.detach() for tensor in tensors_in(output)])
+                runs.append([each.detach() for each in tensors_in(self.tried.run_on(self.rows.tolist(), seed=seed))])
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
 
     def _bad_sums(self, parameters: Collection[nn.Parameter], errors: Errors) -> dict[nn.Parameter, float]:
@@ -352,6 +350,11 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter], nodes: list[Any]) 
     return torch.autograd.grad(total, parameters, allow_unused=True)
 
 
+def _linear_in(part: Contribution) -> Tensor | None:
+    """Return the tensor, (B, ...), that a contribution is linear in, sample by sample; None if it cannot be seen."""
+    return next((each for each in (*part.saved[1:], part.per_sample, part.summed_later) if each is not None), None)
+
+
 def _read(errors: Errors) -> Iterator[tuple[nn.Parameter, float]]:
     """Yield parameters with their norms, for which the host waits once."""
     if errors:
@@ -360,10 +363,8 @@ def _read(errors: Errors) -> Iterator[tuple[nn.Parameter, float]]:
 
 
 def _norms(tensors: list[Tensor], minus: list[Tensor] | None = None) -> Tensor:
-    """Return the norms of tensors in float64, (tensors,), or of their differences from others, which take their place.
-
-    On a GPU two operators do this for all tensors. A CPU takes five times as long for float64 as for float32.
-    """
+    """Return norms in float64, (tensors,): of tensors, or of their differences from others, which take their place."""
+    # On a GPU two operators do this for all tensors. A CPU takes five times as long for float64 as for float32.
     if minus is not None:
         torch._foreach_sub_(tensors, minus)
     if dry_run.current() is not None or any(tensor.device.type != "cpu" for tensor in tensors):

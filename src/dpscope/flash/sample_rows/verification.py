@@ -427,8 +427,7 @@ class Verification:
         reached -= self.held_by_graphs
         if not reached:
             return
-        modules = [module for module in self.followed if any(p in reached for p in module.parameters())]
-        if modules:
+        if modules := [module for module in self.followed if any(p in reached for p in module.parameters())]:
             raise NotFollowed(modules, "a parameter is used where that cannot be followed")
         raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
 

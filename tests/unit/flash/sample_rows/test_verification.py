@@ -364,13 +364,16 @@ def test_norms_that_leave_the_range_of_float32_are_taken_in_float64():
 
 
 def test_sums_of_silent_samples_are_made_only_where_something_reaches_them():
-    made = []
+    model, made = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)), []
     make = SelfTest._sum
-    with mock.patch.object(SelfTest, "_sum", lambda *args: made.append(1) or make(*args)):
-        assert_exact(nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)), {"x": torch.randn(5, 6)}, losses)
-    assert len(made) == 1
-    with mock.patch.object(SelfTest, "_reaches_silent", lambda *args: True):  # of whatever cannot be looked into
-        assert_exact(nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)), {"x": torch.randn(5, 6)}, losses)
+    note = mock.patch.object(
+        SelfTest, "_sum", lambda test, recorded, *args: made.append(len(recorded)) or make(test, recorded, *args)
+    )
+    with note:
+        assert_exact(model, {"x": torch.randn(5, 6)}, losses)
+    with note, mock.patch.object(self_test, "_linear_in", lambda part: None):  # which cannot be looked into
+        assert_exact(model, {"x": torch.randn(5, 6)}, losses)
+    assert made == [4, 0, 4, 4]
 
 
 # -- rounding
