@@ -14,7 +14,7 @@ by sample (opaque.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from dpscope.flash.taps.taps import TapOfSamples, refuse_replaced
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.autograd_graph import current_hooks, leaves_behind, without_hooks
 from dpscope.flash.torch_side.frames import in_graph, outside_graphs
-from dpscope.flash.torch_side.instance_method import instance_method
+from dpscope.flash.torch_side.instance_method import InertHook, instance_method
 from dpscope.flash.torch_side.own_functions import torchs_own
 
 
@@ -75,7 +75,10 @@ class Bare(Proxy):
         if rows == batch and (batch <= 1 or plain.stride(0) == 0):  # equal rows
             row = Bare.of(plain[:1], tap) if batch else self
         elif rows != 1:
-            reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
+            shape = tuple(plain.shape)
+            reason = (
+                f"a layer is given a tensor of shape {shape}, made of parameters and no rows of the {batch} samples"
+            )
             raise tap.cannot_follow(reason, consumer)
         if consumer is not None:
             tap.engine.verification.expanded.add(consumer)
@@ -182,20 +185,6 @@ def _write(tap: BareTap, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return None if name == "__setitem__" else target
 
 
-class EarlyHook:
-    """A hook of a tap on its module. Copied or pickled with the module, it does nothing: the copy has no tap."""
-
-    def __init__(self, run: Callable[[], None] | None = None) -> None:
-        self.run = run
-
-    def __call__(self, *call: object) -> None:
-        if self.run is not None:
-            self.run()
-
-    def __reduce__(self) -> tuple[type[EarlyHook], tuple[()]]:
-        return EarlyHook, ()
-
-
 class BareTap(TapOfSamples):
     """The forward of a module that owns parameters itself, its own children apart."""
 
@@ -251,8 +240,8 @@ class BareTap(TapOfSamples):
         if not self.module._forward_pre_hooks or self.module is self.engine.model:  # the root's run before it is called
             return []
         self._handles = [
-            self.module.register_forward_pre_hook(EarlyHook(self._begin_early), prepend=True),
-            self.module.register_forward_hook(EarlyHook(self._end_early), always_call=True),
+            self.module.register_forward_pre_hook(InertHook(self._begin_early), prepend=True),
+            self.module.register_forward_hook(InertHook(self._end_early), always_call=True),
         ]
         return self._handles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,14 +29,13 @@ _REFUSED: tuple[tuple[type[Any], Callable[[Any], bool], str], ...] = (
         lambda module: bool(module.track_running_stats),
         "keeps running statistics of the batch; make it with track_running_stats=False",
     ),
-    (nn.EmbeddingBag, lambda module: True, "is not supported; use nn.Embedding and a sum over its output"),
     *(
         (
-            nn.Embedding,
+            cls,
             lambda module, option=option: getattr(module, option) not in (None, False),
             f"is not supported with {option}=...; make it without {option}",
         )
-        for option in _EMBEDDING_OPTIONS
+        for cls, option in product((nn.Embedding, nn.EmbeddingBag), _EMBEDDING_OPTIONS)
     ),
     (
         torch.jit.ScriptModule,

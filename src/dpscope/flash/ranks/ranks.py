@@ -28,7 +28,7 @@ from dpscope.flash.ranks.local_module import made_up_weights, whole_weights
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.torch_side.attributes import temporarily
 from dpscope.flash.torch_side.frames import outside_graphs, skip_frame, uncut_graphs
-from dpscope.flash.torch_side.instance_method import InstanceMethod
+from dpscope.flash.torch_side.instance_method import InertHook, InstanceMethod
 from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
 _SPREAD_FIRST = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
@@ -123,12 +123,13 @@ class Ranks:
     def watch_loads(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Count the states that are loaded into the model or its optimizer, so that ranks can compare."""
 
-        def count(*unused: Any) -> None:
+        def count() -> None:
             self._loads += 1
 
+        hook = InertHook(count)
         return [
-            self.module.register_load_state_dict_post_hook(count),  # type: ignore[no-untyped-call]
-            optimizer.register_load_state_dict_post_hook(count),
+            self.module.register_load_state_dict_post_hook(hook),  # type: ignore[no-untyped-call]
+            optimizer.register_load_state_dict_post_hook(hook),
         ]
 
     def meet_to_step(

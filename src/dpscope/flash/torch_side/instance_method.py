@@ -6,6 +6,7 @@ callable reduces to the method it stands in for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -55,6 +56,20 @@ def instance_method(module: nn.Module, attribute: str = "forward") -> InstanceMe
     found = vars(module).get(attribute)
     found = getattr(found, "__self__", found)
     return found if isinstance(found, InstanceMethod) else None
+
+
+class InertHook:
+    """A hook on a private module. Copied or pickled with the module, it does nothing: the copy is not private."""
+
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        self.run = run
+
+    def __call__(self, *call: object) -> None:
+        if self.run is not None:
+            self.run()
+
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
+        return InertHook, ()
 
 
 def _itself(value: Any) -> Any:

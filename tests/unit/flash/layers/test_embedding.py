@@ -108,3 +108,23 @@ def test_an_option_that_is_set_later_is_refused_though_no_id_repeats_in_that_ste
         setattr(model[0], option, value)
         with pytest.raises(UserError, match=option):
             model(torch.arange(8).view(8, 1))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("mode", "weighs"), [("sum", False), ("sum", True), ("mean", False), ("max", False)])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_bags_are_exact(mode, weighs, offsets):
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(9, 6, mode=mode, padding_idx=1), nn.Linear(6, 3)
+
+        def forward(self, ids):
+            weights = ids.to(self.head.weight.dtype).cos() if weighs else None
+            if offsets:
+                starts = torch.arange(len(ids)) * ids.shape[1]
+                flat = None if weights is None else weights.flatten()
+                return self.head(self.bag(ids.flatten(), starts, per_sample_weights=flat))
+            return self.head(self.bag(ids, per_sample_weights=weights))
+
+    assert_exact(Bags(), {"ids": torch.randint(0, 9, (4, 5))}, lambda m, b: m(b["ids"]).sin().sum(1))

@@ -14,10 +14,10 @@ REFUSED = [
     (nn.BatchNorm2d(4), "GroupNorm"),
     (nn.SyncBatchNorm(4), "GroupNorm"),
     (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
-    (nn.EmbeddingBag(4, 4), "nn.Embedding"),
     (nn.Embedding(4, 4, max_norm=1.0), "without max_norm"),
     (nn.Embedding(4, 4, sparse=True), "without sparse"),
     (nn.Embedding(4, 4, scale_grad_by_freq=True), "without scale_grad_by_freq"),
+    (nn.EmbeddingBag(4, 4, max_norm=1.0), "without max_norm"),
     (nn.LazyLinear(4), "run one batch"),
 ]
 
@@ -36,7 +36,7 @@ class HeadOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(9, 6, max_norm=1.0)
-        self.bag = nn.EmbeddingBag(9, 6, mode="mean")
+        self.bag = nn.EmbeddingBag(9, 6, mode="mean", max_norm=1.0)
         self.norm, self.plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False)
         self.cell = nn.LSTM(6, 6)
         self.requires_grad_(False)

@@ -308,6 +308,19 @@ def test_a_private_optimizer_is_not_copied(duplicate) -> None:
     step(private, optimizer, x, y)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_private_model_is_an_ordinary_model(duplicate) -> None:
+    private, optimizer, loader = make_private(model := make_model(), sgd(model))
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    twin = duplicate(private)
+    twin.load_state_dict(private.state_dict())
+    assert optimizer.engine.ranks._loads == 0  # of the private model: ranks compare it, and a copy may be on one
+    twin(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    step(private, optimizer, x, y)
+
+
 # -- every way of saving and going on ----------------------------------------------------------------------------------
 
 WAYS = ("the optimizer", "the wrapped optimizer", "before make_private", "a checkpoint", "TrainingState")
