@@ -38,7 +38,12 @@ class RootTap(EngineTap):
         in_graph = torch.compiler.is_compiling()
         if not torch.is_grad_enabled() or (in_graph and self.entered):
             return self.original(*args, **kwargs)
-        return run_outside(self, args, kwargs) if in_graph else self.run(self.original, args, kwargs)
+        if in_graph:
+            return run_outside(self, args, kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:  # torch.func around the model: nothing accumulates
+            with self.engine.without_taps():
+                return self.module.forward(*args, **kwargs)
+        return self.run(self.original, args, kwargs)
 
     def run(
         self,

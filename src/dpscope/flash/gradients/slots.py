@@ -216,6 +216,10 @@ class RowGroups:
     @classmethod
     def of_ids(cls, ids: Tensor) -> RowGroups:
         """Return the groups of rows with equal ids, (rows,)."""
+        try:
+            ids = torch.as_tensor(ids)  # a list, or an array of numpy
+        except (TypeError, ValueError) as error:
+            raise UserError("rows are grouped by one whole number for each row: number the users") from error
         if ids.dim() != 1 or (ids.is_floating_point() and len(ids)):  # an empty list gives floats
             raise UserError(f"rows are grouped by one whole number for each row, not by a tensor of {tuple(ids.shape)}")
         samples, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)

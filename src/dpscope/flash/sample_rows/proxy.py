@@ -36,8 +36,7 @@ class Proxy(Tensor):
 
         A penalty on weights is no function of samples. Its backward pass is refused, unless nothing hangs on it.
         """
-        rows = self.plain.shape[0] if self.plain.dim() else 0
-        if rows in (1, self.batch()):
+        if self.plain.dim() and self.plain.shape[0] == self.batch():
             return self.samples()
         value = self.plain.detach().requires_grad_()
 
@@ -45,7 +44,8 @@ class Proxy(Tensor):
             if gradient.any():
                 raise UserError(
                     "the model returns a tensor that is made of parameters alone, and it has no gradient for each "
-                    "sample: leave it out of the loss (the optimizer's weight decay needs no private gradient)"
+                    "sample: return a row of it for each (x.expand(batch_size, ...)), or leave it out of the loss (the "
+                    "optimizer's weight decay needs no private gradient)"
                 )
 
         value.register_hook(refuse)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ one. A family asks it to save tensors, to multiply and to add up; it does not kn
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,8 @@ class Engine(Protocol):
     def micro_batch(self, recorded: Recorded, rows: Rows | None, *, groups: Sequence[int]) -> MicroBatch: ...
 
     def zero_grad(self, set_to_none: bool = True) -> bool: ...
+
+    def without_taps(self) -> AbstractContextManager[None]: ...
 
 
 class Recorder:

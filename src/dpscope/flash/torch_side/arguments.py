@@ -11,6 +11,7 @@ take a batch of none (`x.view(len(x), -1, heads)` of no elements is ambiguous). 
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from numbers import Number
@@ -201,7 +202,10 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(sorted(value, key=repr)))
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return list(vars(value).items()) if hasattr(value, "__dict__") else []
+    if hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
 
 
 def _describe(leaf: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,12 +110,24 @@ def test_rows_of_one_user_are_clipped_as_one(kind: str, reduction: str) -> None:
         assert len(engine.norms) == len(ids)
 
 
+@pytest.mark.parametrize("kind", [list, numpy.array])
+def test_ids_may_be_a_list_or_an_array(kind) -> None:
+    model = Images()
+    with FlashEngine(model) as engine:
+        found = model(torch.randn(4, 2, 5, 5)).sum()
+        engine.group_rows(kind([3, 1, 3, 1]))
+        found.backward()
+        engine.finish()
+        assert len(engine.norms) == 2
+
+
 def test_ids_that_do_not_fit_are_refused() -> None:
     model = Images()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         found = model(torch.randn(4, 2, 5, 5)).sum()
-        with pytest.raises(UserError, match="whole number for each row"):
-            engine.group_rows(torch.zeros(4))
+        for ids in (torch.zeros(4), [0.5] * 4, ["Ada", "Ada", "Bob", "Bob"]):
+            with pytest.raises(UserError, match="whole number for each row"):
+                engine.group_rows(ids)
         engine.group_rows(torch.tensor([]))
         with pytest.raises(UserError, match="0 rows were grouped"):
             model(torch.randn(4, 2, 5, 5)).sum().backward()

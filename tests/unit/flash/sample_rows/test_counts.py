@@ -41,6 +41,13 @@ class Slotted:
     x: Tensor
 
 
+class SlottedByHand:
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 class Plain:
     def __init__(self, x: Tensor) -> None:
         self.inner = {"deep": [x]}
@@ -49,7 +56,8 @@ class Plain:
 HOLDERS = {
     "dataclass": (lambda x: Pair("a", x), lambda h: h.x),
     "frozen dataclass": (Frozen, lambda h: h.x),
-    "slots": (Slotted, lambda h: h.x),
+    "dataclass with slots": (Slotted, lambda h: h.x),
+    "slots": (SlottedByHand, lambda h: h.x),
     "UserDict": (lambda x: UserDict(x=x), lambda h: h["x"]),
     "object": (Plain, lambda h: h.inner["deep"][0]),
     "list": (lambda x: [{"x": x}], lambda h: h[0]["x"]),

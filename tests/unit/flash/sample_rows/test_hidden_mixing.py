@@ -383,7 +383,10 @@ def test_samples_that_mix_in_the_models_own_dtype_alone_are_refused():
         model(rows(8))
 
 
-@pytest.mark.parametrize("penalty", [lambda w: w.square().sum(), lambda w: w @ w.T], ids=["number", "matrix"])
+PENALTIES = {"number": lambda w: w.square().sum(), "matrix": lambda w: w @ w.T, "row": lambda w: w[:1]}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
 def test_a_penalty_on_weights_may_be_returned_beside_the_rows_but_not_trained_on(penalty):
     class Penalised(nn.Module):
         def __init__(self) -> None:

@@ -226,3 +226,29 @@ def test_memory_of_one_sample_is_freed_in_backward():
         for slot in engine._slots.values():
             assert [type(part).__name__ for part in slot.contributions] == ["Kept"]
             assert slot.contributions[0].values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU())])
+def test_transforms_of_torch_func_around_the_model_see_the_ordinary_one(make):
+    model, x = make(), torch.randn(5, 4)
+    transforms = (
+        lambda: torch.vmap(model)(x[:, None]),
+        lambda: torch.func.jacrev(model)(x[:1]),
+        lambda: per_sample(model, x),
+    )
+    truths = [transform() for transform in transforms]
+    with FlashEngine(model) as engine:
+        for _ in range(2):  # before the first forward pass, and between backward and the step
+            for transform, truth in zip(transforms, truths, strict=True):
+                torch.testing.assert_close(transform(), truth)
+            model(x).sum().backward()
+        engine.finish()
+        with pytest.raises(UserError, match="ordinary, unclipped gradient"):
+            torch.vmap(model)(x).sum().backward()
+
+
+def per_sample(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Per-sample gradients, as torch's tutorial makes them."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    loss = lambda given, row: torch.func.functional_call(model, given, (row[None],)).sum()  # noqa: E731
+    return torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
