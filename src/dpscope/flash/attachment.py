@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.region_taps import RootTap, ZeroGradTap, region_taps
+from dpscope.flash.compiled.region_taps import RegionTap, RootTap, ZeroGradTap, region_taps
 from dpscope.flash.gradients.slots import OWN_GRADIENTS, Slot, refuse_hooks
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
@@ -22,7 +22,7 @@ from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.sample_rows.proxy import NotFollowed, Unclipped
 from dpscope.flash.taps.recorder import Engine
 from dpscope.flash.taps.taps import LayerTap
-from dpscope.flash.torch_side.frames import refuse_compiled_forwards
+from dpscope.flash.torch_side.frames import original_of, refuse_compiled_forwards
 from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
 from dpscope.flash.torch_side.module_state import BufferWatch
 
@@ -92,7 +92,7 @@ class Attachment:
                 tap.constants = ladder.constants.setdefault(module, set())
                 self.hooks += tap.early_hooks()
         self._root = RootTap(self._engine, "", self._model)
-        regions = region_taps(self._engine, self._given, self._root)
+        regions = self._region_taps(self._given)
         wrappers = [self._given, self._ranks.wrapper]  # torch.compile's module, and DistributedDataParallel
         zeroed = dict.fromkeys(each for each in (self._model, *wrappers) if each is not None)
         others = (self._root, *regions, ReplicaTap(self._model), *self._ranks.taps())
@@ -160,9 +160,16 @@ class Attachment:
         taps = [tap for tap in self.taps if tap.attribute == "forward"]
         layers_inside = {tap.module for tap in taps if isinstance(tap, LayerTap)}
         refuse_compiled_forwards(self._model, layers_inside, {tap.module for tap in taps} - layers_inside)
-        for region in region_taps(self._engine, self._model, self._root):
+        for region in self._region_taps(self._model):
             if region.root is None:
                 self._install(region)
+
+    def _region_taps(self, given: nn.Module) -> list[RegionTap]:
+        found = region_taps(self._engine, given, self._root)
+        by_sample = {each for tap in self.taps if isinstance(tap, OpaqueTap) for each in tap.module.modules()}
+        for region in found:
+            region.runs_eagerly = region.root is None and original_of(region.module) in by_sample
+        return found
 
     def retap(self, misfit: NotFollowed) -> bool:
         """Tap its modules in the next way of the `Ladder`; return whether there is one.

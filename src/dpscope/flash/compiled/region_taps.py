@@ -116,6 +116,8 @@ class ZeroGradTap(EngineTap):
 class RegionTap(EngineTap):
     """Tap on the forward of the module that torch.compile(module) returns."""
 
+    runs_eagerly = False  # in a module that runs sample by sample, and its checkpoints that run again in backward
+
     def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
         super().__init__(engine, name, module)
         require_for_compiled()
@@ -125,7 +127,7 @@ class RegionTap(EngineTap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plans = isinstance(self.engine.recorder, CallShapes)
-        if torch.compiler.is_compiling() or plans or self.engine.forwards.in_trial:
+        if torch.compiler.is_compiling() or plans or self.engine.forwards.in_trial or self.runs_eagerly:
             return self.region.eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from dpscope.errors import UserError
 from dpscope.flash.torch_side.attributes import temporarily
 
-_INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_is_full_backward_hook"}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MOST_CHANGES = 4  # of an option, by the user: then it is not watched any longer

@@ -82,17 +82,25 @@ def test_a_checkpoint_in_a_graph_follows_the_rule_under_every_budget(name: str, 
                 torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-8, atol=1e-12, msg=key)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("budget", [None, "lean"])
-def test_compiled_blocks_in_checkpoints_are_exact_under_every_budget(budget) -> None:
-    """torch saves other tensors of a compiled block where verification looks on, so that it looks at eager ones."""
+def test_compiled_blocks_in_checkpoints_are_exact_under_every_budget(budget, scaled) -> None:
+    """torch saves other tensors of a compiled block where verification looks on, so that it looks at eager ones.
+
+    So does a model that runs sample by sample, because its own parameter is used inside of checkpoints.
+    """
 
     class Blocks(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self:
-                x = checkpoint(block, x, use_reentrant=False)
+            for block in self.children():
+                run = (lambda x, block=block: block(x) * self.scale) if scaled else block
+                x = checkpoint(run, x, use_reentrant=False)
             return x
 
-    model, x = Blocks(Small(), nn.Linear(2, 3), Small()).double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    model, x = Blocks(Small(), nn.Linear(2, 3), Small()), torch.randn(6, 4, 3, dtype=torch.float64)
+    if scaled:
+        model.scale = nn.Parameter(torch.tensor(1.5))
+    model.double()
     truth = run_oracle(copy.deepcopy(model), x, one_loss(losses), max_grad_norm=0.3)
     for block in model:
         block.compile(backend=Graphs())
