@@ -285,8 +285,8 @@ class ForwardPasses:
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception:
-            if begun is not None and begun.failure is not None:
-                self._verification.refuse_failed(call, begun.failure, self._first_misfit)
+            if begun is not None:
+                self._verification.refuse_failed(begun, self._unknown, self._first_misfit)
             raise
         finally:
             self._depth -= 1

@@ -210,17 +210,26 @@ class Verification:
                 self._searched.clear()
             self._searched.add(begun.way)
 
-    def refuse_failed(self, call: RootCall, failure: Exception, misfit: str) -> None:
-        """Refuse a pass that fails with taps, and could not be verified, if the untouched model can do it."""
-        mixing = self._mixing(call)
+    def refuse_failed(self, begun: BegunPass, unknown: list[UnknownCall], misfit: str) -> None:
+        """Refuse a pass that fails with taps if the untouched model can do it.
+
+        It could not be verified, or layers were given one row, which was not that of all samples.
+        """
+        shared = _of_shared_rows(unknown, begun.call.batch)
+        if begun.failure is None and shared is None:
+            return
+        mixing = self._mixing(begun.call)
         with mixing.untouched():
             try:
                 mixing.run_on(None)
             except Exception:  # a mistake of the user's, or torch's own error
                 return
+        if shared is not None:
+            raise shared
         if misfit:
-            raise UserError(misfit) from failure
-        _refuse_unverified(failure)
+            raise UserError(misfit) from begun.failure
+        if begun.failure is not None:
+            _refuse_unverified(begun.failure)
 
     def settle(self, unknown: list[UnknownCall], call: RootCall) -> None:
         """Verify a pass again that reached layers in ways that its verification did not reach."""

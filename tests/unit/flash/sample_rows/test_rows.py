@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from tests.unit.flash.agreement import assert_exact, private_step
+from tests.unit.flash.agreement import assert_exact, assert_next_step_is_exact, private_step
 from tests.unit.flash.flash_models import sine_losses
 from tests.unit.flash.sample_models import B, Counting, D, T, assert_refused
 
@@ -357,3 +357,24 @@ def test_a_model_that_sorts_is_exact_though_the_first_batch_was_sorted(inner, ba
             private_step(engine, x, losses)
             for name, total in truth.clipped_sums.items():
                 torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_chosen_samples_is_exact_where_only_one_is_chosen():
+    """Its one row is not one for all samples. All are chosen in the first batch, so that nothing shows there."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = (x[:, 0] > 0).nonzero().flatten()
+            return self.head(x.index_put((places,), self.inner(x[places]).tanh()))
+
+    model, losses = Chosen(), lambda model, batch: model(batch["x"]).sin().sum(1)
+    x = torch.randn(B, D).abs()
+    engine = FlashEngine(model)
+    assert_next_step_is_exact(engine, {"x": x}, losses)
+    for chosen in (1, 1, 2):
+        assert_next_step_is_exact(engine, {"x": torch.where(torch.arange(B)[:, None] < chosen, x, -x)}, losses)
+    engine.detach()
