@@ -352,7 +352,7 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter], nodes: list[Any]) 
 
 def _linear_in(part: Contribution) -> Tensor | None:
     """Return the tensor, (B, ...), that a contribution is linear in, sample by sample; None if it cannot be seen."""
-    return next((each for each in (*part.saved[1:], part.per_sample, part.summed_later) if each is not None), None)
+    return next((each for each in (*part.saved[1:], part.values, part.summed_later) if each is not None), None)
 
 
 def _read(errors: Errors) -> Iterator[tuple[nn.Parameter, float]]:
