@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpscope.flash.kernels.conv_products import ConvProduct, Geometry, conv_products, conv_sum, serves_conv
+from dpscope.flash.kernels.conv_products import (
+    ConvProduct,
+    Geometry,
+    conv_norms,
+    conv_products,
+    conv_sum,
+    conv_sums,
+    serves_conv,
+)
 from tests.unit.flash.kernels.conv_cases import CASES, exact, operands
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -47,6 +55,22 @@ def assert_right(x: torch.Tensor, g: torch.Tensor, geometry: Geometry, shape: tu
 def test_any_geometry(name: str, kind: str) -> None:
     torch.manual_seed(0)
     assert_right(*operands(name, batch=5, device="cuda"), kind)
+
+
+@pytest.mark.parametrize("kind", TOLERANCES)
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_equal_shapes_that_share_launches(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    products = []
+    for _ in range(3):
+        x, g, geometry, _ = operands(name, batch=5, device="cuda")
+        x, g = (each.to(torch.bfloat16) if kind == "bfloat16" else each for each in (x, g))
+        products.append(ConvProduct(x, g, geometry, in_tf32=kind == "tf32"))
+    scale = torch.rand(5, device="cuda")
+    for product, parts, total in zip(products, conv_norms(products), conv_sums([*products], scale), strict=True):
+        torch.testing.assert_close(parts.sum(1), conv_products(product, None)[1].sum(1), rtol=2e-6, atol=0)
+        alone = conv_sum(product, scale)
+        torch.testing.assert_close(total, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
 
 
 @pytest.mark.parametrize("kind", TOLERANCES)
