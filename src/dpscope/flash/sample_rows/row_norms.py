@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
@@ -119,6 +119,20 @@ class RowNorms:
             if bad:
                 named = {parameter: name for name, parameter in self.engine.trained().items()}
                 self._raise_for(bad, order, named, _MOVED)
+
+    def refuse_chosen(self, modules: Iterable[nn.Module]) -> None:
+        """Raise NotFollowed for modules whose one row is not for all samples, but of one that is chosen by the data.
+
+        Then one sample alone has a gradient of their parameters.
+        """
+        if len(self.rows) < 2 or dry_run.current() is not None:
+            return
+        norms, _ = self._row_norms(self.rows)
+        own = {module: list(module.parameters(recurse=False)) or module.parameters() for module in modules}
+        alone = {parameter for parameter, norm in norms.items() if int(norm.count_nonzero()) == 1}
+        chosen = [module for module, parameters in own.items() if not alone.isdisjoint(parameters)]
+        if chosen:
+            raise NotFollowed(chosen, "it is given samples that are chosen by the data")
 
     def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
         """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""

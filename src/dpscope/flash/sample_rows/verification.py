@@ -247,6 +247,8 @@ class Verification:
             failure = error
         for tap, dim, shared in unknown:
             if dim not in (tap.shared if shared else tap.known):
+                if shared and failure is None:
+                    raise NotFollowed([tap.module], "it is given samples that are chosen by the data")
                 reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
                 raise UserError(
                     f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
@@ -394,6 +396,8 @@ class Verification:
                 if not isinstance(error, RuntimeError) or not self._engine.run_by_loop():
                     raise
                 compare()
+            if shared := dict.fromkeys(call.tap.module for call in unknown if call.shared):
+                test.refuse_chosen(shared)
         self._mixed = frozenset(test.mixed)
         _note_known(unknown)
 

@@ -378,3 +378,32 @@ def test_a_layer_of_chosen_samples_is_exact_where_only_one_is_chosen():
     for chosen in (1, 1, 2):
         assert_next_step_is_exact(engine, {"x": torch.where(torch.arange(B)[:, None] < chosen, x, -x)}, losses)
     engine.detach()
+
+
+CHOOSING = {
+    "masked_scatter": lambda layer, x, is_in: x.masked_scatter(is_in[:, None].expand_as(x), layer(x[is_in]).tanh()),
+    "one by one": lambda layer, x, is_in: torch.stack(
+        [layer(row[None])[0].tanh() if chosen else row for row, chosen in zip(x, is_in, strict=True)]
+    ),
+    "into places": lambda layer, x, is_in: x.index_put(
+        (is_in.nonzero().flatten(),), layer(x[is_in]).tanh()[: int(is_in.sum())]
+    ),
+}
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("choose", CHOOSING.values(), ids=CHOOSING)
+def test_a_layer_that_is_given_one_chosen_sample_is_exact_in_the_first_batch(choose, place):
+    """Its one row is expanded, as one that all samples share, and autograd then gives sample 0 all of the gradient."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(choose(self.inner, x, x[:, 0] > 0))
+
+    x = torch.randn(5, D)
+    x[:, 0] = torch.where(torch.arange(5) == place, 1.0, -1.0)
+    assert_exact(Chosen(), {"x": x}, lambda model, batch: model(batch["x"]).sin().sum(1))
