@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
@@ -101,6 +101,7 @@ class RowNorms:
         self.draws = False  # whether the model draws random numbers
         self.places: list[OutputPlace] = []  # of outputs without rows
         self.mixed: set[OutputPlace] = set()  # those of them that mix samples
+        self.spread: set[nn.Parameter] = set()  # parameters that several samples were seen to have a gradient of
 
     def resume(self, call: RootCall) -> None:
         """Go on with the same samples after the taps have changed."""
@@ -125,17 +126,23 @@ class RowNorms:
 
         Then one sample alone has a gradient of their parameters.
         """
-        if len(self.rows) < 2 or dry_run.current() is not None:
+        own = {module: set(module.parameters(recurse=False)) or set(module.parameters()) for module in modules}
+        asked = set().union(*own.values()) & set(self.engine.trained().values()) - self.spread
+        if not asked or len(self.rows) < 2 or dry_run.current() is not None:
             return
-        norms, _ = self._row_norms(self.rows)
-        own = {module: list(module.parameters(recurse=False)) or module.parameters() for module in modules}
+        norms, _ = self._row_norms(self.rows, asked)
         alone = {parameter for parameter, norm in norms.items() if int(norm.count_nonzero()) == 1}
         chosen = [module for module, parameters in own.items() if not alone.isdisjoint(parameters)]
         if chosen:
             raise NotFollowed(chosen, "it is given samples that are chosen by the data")
 
-    def _row_norms(self, rows: Tensor) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order."""
+    def _row_norms(
+        self, rows: Tensor, some: Collection[nn.Parameter] | None = None
+    ) -> tuple[dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+        """Return squared norms of the samples' gradients, (B,), by parameter, and parameters in backward's order.
+
+        `some`: the parameters whose norms are asked for; None: all.
+        """
         with self.untouched(), self.engine.state.trial(len(rows)):
             outputs = self._forward(self.call.forward, rows)
             if not outputs:
@@ -145,6 +152,7 @@ class RowNorms:
             total = sum(terms[1:], terms[0])
             gradients_of(total, [])
             recorded = self.engine.state.take_recorded()
+            recorded = [each for each in recorded if some is None or each[0].parameter in some]
             norms: dict[nn.Parameter, Tensor] = {}
             for each in recorded:
                 with self._closed([each]) as one:

@@ -263,15 +263,22 @@ class SelfTest(RowNorms):
         return {parameter: size for parameter, size in _read(found) if size and math.isfinite(size)}
 
     def _drop_silent(self, recorded: Recorded) -> None:
-        """Drop parameters with no gradient in the first half's rows: their sums would be zero."""
+        """Drop parameters with no gradient in the first half's rows: their sums would be zero.
+
+        Note those of which several samples of the other half have a gradient.
+        """
         linear = [[_linear_in(part) for part in uses] for _, uses in recorded]
         by_sample = {id(each): each for those in linear for each in those if each is not None and len(each)}
         if dry_run.current() is not None or {len(each) for each in by_sample.values()} != {len(self.rows)}:
             return
         flat = [each.flatten(1) if each.dim() > 1 else each[:, None] for each in by_sample.values()]
         counts = torch.stack([torch.linalg.vector_norm(each, 0, dim=1) for each in flat])  # of what is not zero
-        reached = counts[:, self.first_half.to(counts.device)].any(1).tolist()
-        silent = {key for key, is_reached in zip(by_sample, reached, strict=True) if not is_reached}
+        half = self.first_half.to(counts.device)
+        found = torch.stack([counts[:, half].any(1), counts[:, ~half].count_nonzero(1) > 1], 1).tolist()
+        silent = {key for key, (is_reached, _) in zip(by_sample, found, strict=True) if not is_reached}
+        several = {key for key, (_, is_spread) in zip(by_sample, found, strict=True) if is_spread}
+        pairs = zip(recorded, linear, strict=True)
+        self.spread = {slot.parameter for (slot, _), those in pairs if not several.isdisjoint(map(id, those))}
         recorded[:] = [each for each, those in zip(recorded, linear, strict=True) if {*map(id, those)} - silent]
 
     def _sum(self, recorded: Recorded, weights: Tensor, take: TakeSums) -> None:
