@@ -224,6 +224,7 @@ _HERE = nullcontext()
 DIRECT_CALLS = (3, 6)
 """The Triton whose compiled kernels take the arguments of their launchers, as it was tried."""
 
+_NUMBERS = (int, float)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -242,15 +243,16 @@ def launch(
     Triton's launcher inspects every argument again, and a network has a hundred launches a step. Dtypes, constants and
     the alignment of the operands decide which kernel it is; if it is `specialised` for integers, those, too.
     """
-    there = [each for each in arguments if isinstance(each, torch.Tensor)]
+    operands = [each for each in arguments if type(each) not in _NUMBERS]
+    there = [each for each in operands if each is not None]
     device, grid = there[0].device, (grid, 1, 1) if isinstance(grid, int) else grid
     values = tuple(constants.values())
     key: tuple[Any, ...] | None = None
     direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
     if direct and reduce(or_, map(torch.Tensor.data_ptr, there)) % 16 == 0:
-        numbers = [each for each in arguments if isinstance(each, int)] if specialised else []
-        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in numbers]
-        dtypes = [None if each is None else each.dtype for each in arguments if not isinstance(each, int | float)]
+        integers = [each for each in arguments if type(each) is int] if specialised else []
+        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in integers]
+        dtypes = [None if each is None else each.dtype for each in operands]
         key = (kernel.__name__, device_index(device), *dtypes, *values, *kinds)
     with launch_on(device):
         compiled = _compiled.get(key) if key is not None else None
