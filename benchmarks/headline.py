@@ -1,7 +1,8 @@
-"""The tables of the README, the site, lesson 5, docs/engines.md and docs/trainer.md, from results/headline.json.
+"""The tables of the README, the site and lesson 5 (results/headline.json), and of engines.md and trainer.md (engines.json).
 
-python benchmarks/rivals.py OUT       # measures on a GPU; copy OUT/headline.json to benchmarks/results
-python benchmarks/headline.py         # writes the pages
+python benchmarks/rivals.py OUT --headline    # measures on a GPU; copy OUT/headline.json to benchmarks/results
+python benchmarks/rivals.py OUT               # the same for OUT/engines.json
+python benchmarks/headline.py                 # writes the pages
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rows import CELLS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "headline.json"
-COLUMNS = ("standard", "flat", "ghost", "flash", "standard compiled", "flash compiled")  # of the README
+RESULTS = ROOT / "benchmarks" / "results"
+COLUMNS = ("standard", "flat", "ghost", "flash", "standard graphed", "flash graphed")  # of the README
 ENGINES = (  # lines of docs/engines.md
     *("standard", "flash", "flat", "functorch", "ghost", "opake", "standard tf32", "fastdp tf32"),
     *("standard compiled", "flash compiled", "opake compiled"),
@@ -82,7 +83,7 @@ def engines_block(run: dict[str, Any], link: Callable[[str], str]) -> str:
     head = (
         f"Step time and peak memory as multiples of ordinary training in the same number format and run. One "
         f"{run['device']}, bf16 unless it says TF32, {run['date']} ({used}). Compiled cells are relative to compiled "
-        f"ordinary training. Command: `{run['command']}`; [raw figures]({link('benchmarks/results/headline.json')})."
+        f"ordinary training. Command: `{run['command']}`; [raw figures]({link('benchmarks/results/engines.json')})."
     )
     without = [f"- {line}" for line in reasons(engine_rows(run), ENGINES, chinese=False)]
     return "\n".join(
@@ -96,7 +97,7 @@ def trainer_block(run: dict[str, Any], link: Callable[[str], str]) -> str:
         f"Step time inside the private Trainer, next to a plain private loop of the same steps: LoRA of a 1.2B Llama, "
         f"bf16, one {run['device']}, {run['date']}. Blocks of steps alternate; the ratio is the median over pairs of "
         f"blocks, with its quartiles. Command: `{run['command']}`; "
-        f"[raw figures]({link('benchmarks/results/headline.json')})."
+        f"[raw figures]({link('benchmarks/results/engines.json')})."
     )
     lines = ["| step | plain loop | Trainer | ratio |", "| --- | --- | --- | --- |"]
     for row in run["trainer"]["rows"]:
@@ -119,7 +120,8 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
             "每步时间和显存峰值，相对同一次运行的普通训练："
         )
         foot = (
-            f"编译后的 flash 相对编译后的普通训练。峰值{peak_zh}。数值大于 1 表示更慢或更占显存。波动见原始数据。"
+            f"CUDA 图的各列把整个训练步作为一个 CUDA 图重放，也相对逐算子执行的普通训练；其峰值取捕获时的值。"
+            f"其余峰值{peak_zh}。数值大于 1 表示更慢或更占显存。波动见原始数据。"
             f"命令：`{run['command']}`；[原始数据]({raw})。{without}"
         )
     else:
@@ -128,7 +130,8 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
             "training in the same run:"
         )
         foot = (
-            f"Compiled flash is relative to compiled ordinary training. Peaks are {peak}. Above 1 is slower or larger. "
+            f"CUDA graph: the whole step is replayed as one graph. It is relative to eager ordinary training, too, and its "
+            f"peak is that of the capture. Other peaks are {peak}. Above 1 is slower or larger. "
             f"Spread: in the raw figures. Command: `{run['command']}`; [raw figures]({raw}).{without}"
         )
     return "\n".join([head, "", *table(run, chinese=chinese), "", foot])
@@ -141,6 +144,11 @@ class Page(NamedTuple):
     root: str
     chinese: bool = False
     table: str = "headline"  # or "engines", or "trainer"
+
+    @property
+    def results(self) -> Path:
+        """The file that the table is made of."""
+        return RESULTS / ("headline.json" if self.table == "headline" else "engines.json")
 
 
 # The landing pages of the site include the block of the READMEs.
@@ -156,8 +164,6 @@ PAGES = (
 
 def written(page: Page, text: str, run: dict[str, Any]) -> str:
     """Return a page's text with the block between its markers made again."""
-    if (page.table == "engines" and not engine_rows(run)) or (page.table == "trainer" and "trainer" not in run):
-        return text  # a run without it
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -168,13 +174,13 @@ def written(page: Page, text: str, run: dict[str, Any]) -> str:
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
-def write(results: Path = RESULTS) -> list[str]:
+def write() -> list[str]:
     """Write the block of every page again; return the pages that have changed."""
-    run = json.loads(results.read_text(encoding="utf-8"))
     changed = []
     for page in PAGES:
         file = ROOT / page.path
         text = file.read_text(encoding="utf-8")
+        run = json.loads(page.results.read_text(encoding="utf-8"))
         made = written(page, text, run)
         if made != text:
             file.write_text(made, encoding="utf-8")

@@ -1,7 +1,10 @@
-"""What private training costs: seven models by every engine, eager and compiled, and the private Trainer's overhead.
+"""What private training costs: seven models by Opacus and flash clipping, or four models by every engine.
 
-    python benchmarks/rivals.py OUT [--budget 480]
+    python benchmarks/rivals.py OUT --headline [--budget 180]   # the README's table: eager steps, and as CUDA graphs
+    python benchmarks/rivals.py OUT [--budget 480]              # every engine, and the private Trainer's overhead
     python benchmarks/rivals.py OUT --smoke     # tiny models, everything at once: does each cell run on this machine?
+
+Of every engine:
 
 1. Eager cells.
 2. Compiled cells.
@@ -16,8 +19,8 @@ ratio is the median over pairs of blocks, its spread the smallest and the larges
 (opake; compiled against eager), the ratio is that of the medians. Peaks are of clear steps: the first ones, in which
 flash clipping verifies the model, are over.
 
-OUT/headline.json has every cell as it ends; the pages are made from it by `headline.py write`. OUT/logs.tar has the
-output of each process. `dpscope check` tells which engine is exact.
+OUT/headline.json, or OUT/engines.json, has every cell as it ends; the pages are made of both by `headline.py`.
+OUT/logs.tar has the output of each process. `dpscope check` tells which engine is exact.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +84,17 @@ class Phase(NamedTuple):
 
 ENGINE_ROWS = ("llama-lora", "gpt2", "vit", "decoder")  # of docs/engines.md
 EAGER, MORE_EAGER = ("standard", "flash", "flat", "ghost"), ("functorch", "standard tf32", "fastdp tf32")
+GRAPHED = ("standard graphed", "flash graphed")
 TRAINER = Job("trainer", ("trainer",))
+LARGE = ("llama-lora", "decoder")  # whose graphs are not in memory beside those of others
 
 
 def eager(row: str) -> Job:
-    return Job(row, EAGER + MORE_EAGER if row in ENGINE_ROWS else EAGER, EAGER[:2])
+    return Job(row, EAGER + MORE_EAGER, EAGER[:2])
+
+
+def graphed(row: str) -> Job:
+    return Job(row, EAGER + GRAPHED, EAGER[:2] if row in LARGE else EAGER[:2] + GRAPHED)
 
 
 def whole(rows: Iterable[str], *cells: str) -> tuple[Job, ...]:
@@ -93,11 +102,15 @@ def whole(rows: Iterable[str], *cells: str) -> tuple[Job, ...]:
 
 
 PHASES = (
-    Phase(tuple(map(eager, ROWS)), 0.15, 0.42),
-    Phase(whole(ROWS, "standard compiled", "flash compiled"), 0.67, 0.74),
+    Phase(tuple(map(eager, ENGINE_ROWS)), 0.15, 0.42),
+    Phase(whole(ENGINE_ROWS, "standard compiled", "flash compiled"), 0.67, 0.74),
     Phase((TRAINER,), 0.74, 0.86),
     Phase(whole(ENGINE_ROWS, "opake"), 0.89, 0.95),
     Phase(whole(ENGINE_ROWS, "opake compiled"), 0.98, 1.0),
+)
+HEADLINE = (
+    Phase(tuple(graphed(row) for row in ROWS if row not in LARGE), 0.35, 0.7),
+    Phase(tuple(map(graphed, LARGE)), 0.85, 1.0),
 )
 
 
@@ -256,8 +269,9 @@ def work(job: Job, out: Path, turn: Turn, *, tiny: bool) -> None:
 class Processes:
     """Processes forked from one that has imported everything; fresh ones where a forked process finds no GPU."""
 
-    def __init__(self, out: Path, *, tiny: bool, command: str) -> None:
-        self.out, self.tiny, self.command = out, tiny, command
+    def __init__(self, out: Path, *, tiny: bool, command: str, phases: Sequence[Phase] = PHASES) -> None:
+        self.out, self.tiny, self.command, self.phases = out, tiny, command, phases
+        self.file = out / ("headline.json" if phases is HEADLINE else "engines.json")
         self.parts = Path(tempfile.mkdtemp())
         self.start = time.time()
         self.context: Any = multiprocessing.get_context("fork")
@@ -312,9 +326,9 @@ class Processes:
         self.say(f"{job.name} ended with {process.exitcode}")
 
     def write(self) -> dict[str, Any]:
-        """Write OUT/headline.json from what all processes have written, and return what it says."""
-        run = gathered(self.parts, self.command)
-        write_whole(self.out / "headline.json", run)
+        """Write OUT's file from what all processes have written, and return what it says."""
+        run = gathered(self.parts, self.command, self.phases)
+        write_whole(self.file, run)
         return run
 
     def say(self, what: str) -> None:
@@ -326,16 +340,18 @@ def run_all(processes: Processes, rows: list[str], *, budget: float, smoke: bool
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     processes.say("imported")
-    phases = [(phase, tuple(job for job in phase.jobs if job == TRAINER or job.row in rows)) for phase in PHASES]
+    chosen = [tuple(job for job in phase.jobs if job == TRAINER or job.row in rows) for phase in processes.phases]
+    phases = list(zip(processes.phases, chosen, strict=True))
     if smoke:
         # opake takes minutes to compile
-        processes.at_once((job for _, jobs in phases[:-1] for job in jobs), processes.start + budget)
+        whole = phases if processes.phases is HEADLINE else phases[:-1]
+        processes.at_once((job for _, jobs in whole for job in jobs), processes.start + budget)
         return
     for phase, jobs in phases:
         processes.in_turn(jobs, *(processes.start + budget * share for share in (phase.ready, phase.until)))
 
 
-def gathered(folder: Path, command: str) -> dict[str, Any]:
+def gathered(folder: Path, command: str, phases: Sequence[Phase] = PHASES) -> dict[str, Any]:
     """Return one run from the files of all processes."""
     parts = [json.loads(file.read_text()) for file in sorted(folder.glob("*-*.json"))]
     run: dict[str, Any] = {
@@ -347,10 +363,11 @@ def gathered(folder: Path, command: str) -> dict[str, Any]:
     }
     for name, row in ROWS.items():
         known = {key: cell for part in parts if part["row"] == name for key, cell in part["cells"].items()}
-        asked = [key for phase in PHASES for job in phase.jobs if job.row == name for key in job.cells]
+        asked = [key for phase in phases for job in phase.jobs if job.row == name for key in job.cells]
         missing = {"status": "not measured", "reason": "its process ended before"}
         cells = {key: known.get(key, missing) for key in CELLS if key in asked}
-        run["rows"][name] = {"label": row.label, "label_zh": row.label_zh, "cells": with_ratios(cells)}
+        if cells:
+            run["rows"][name] = {"label": row.label, "label_zh": row.label_zh, "cells": with_ratios(cells)}
     trainer = folder / "trainer.json"
     if trainer.exists():
         run["trainer"] = json.loads(trainer.read_text())
@@ -379,7 +396,7 @@ def describe(figure: dict[str, Any]) -> str:
 
 
 def show(run: dict[str, Any], rows: list[str]) -> None:
-    for name in rows:
+    for name in (name for name in rows if name in run["rows"]):
         print(f"\n{run['rows'][name]['label']}")
         for key, figure in run["rows"][name]["cells"].items():
             print(f"  {key:18} {describe(figure)}")
@@ -392,6 +409,7 @@ def show(run: dict[str, Any], rows: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--headline", action="store_true", help="the cells of the README's table alone")
     parser.add_argument("--smoke", action="store_true", help="tiny models, all cells at once: figures mean nothing")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for all of it (default: %(default)g)")
     parser.add_argument("--only", default=",".join(ROWS), help="models: %(default)s")
@@ -399,7 +417,8 @@ def main() -> None:
     rows = [name for name in ROWS if name in asked.only.split(",")]
     command = " ".join(["python benchmarks/rivals.py OUT", *sys.argv[2:]])
     asked.out.mkdir(parents=True, exist_ok=True)
-    processes = Processes(asked.out, tiny=asked.smoke, command=command)
+    phases = HEADLINE if asked.headline else PHASES
+    processes = Processes(asked.out, tiny=asked.smoke, command=command, phases=phases)
     run_all(processes, rows, budget=asked.budget, smoke=asked.smoke)
     show(processes.write(), rows)
     with tarfile.open(asked.out / "logs.tar", "w") as whole:

@@ -194,7 +194,7 @@ def test_cells_are_measured_in_pairs_and_a_refused_one_has_its_reason(rivals, tm
 
 def test_a_spent_budget_skips_cells_and_says_so(rivals, tmp_path):
     run_job(rivals, rivals.Job("t5", ("standard", "flash")), tmp_path, seconds=-1)
-    row = rivals.gathered(tmp_path, "x")["rows"]["t5"]["cells"]
+    row = rivals.gathered(tmp_path, "x", rivals.HEADLINE)["rows"]["t5"]["cells"]
     assert row["flash"] == {"status": "not measured", "reason": "the time budget was spent"}
 
 
@@ -203,8 +203,16 @@ def test_jobs_prepare_at_the_same_time_and_are_measured_in_turn(rivals, tmp_path
     processes = rivals.Processes(tmp_path, tiny=True, command="x")
     jobs = rivals.whole(("decoder", "vit"), "functorch")
     processes.in_turn(jobs, time.time() + 100, time.time() + 120)
-    found = json.loads((tmp_path / "headline.json").read_text())["rows"]
+    found = json.loads((tmp_path / "engines.json").read_text())["rows"]
     assert [found[row]["cells"]["functorch"]["status"] for row in ("decoder", "vit")] == ["ok", "ok"]
+
+
+def test_the_readmes_table_has_eager_and_graphed_cells_of_every_model(rivals, tmp_path):
+    rows = rivals.gathered(tmp_path, "x", rivals.HEADLINE)["rows"]
+    assert list(rows) == list(rivals.ROWS)
+    assert {tuple(row["cells"]) for row in rows.values()} == {
+        ("standard", "flat", "ghost", "flash", "standard graphed", "flash graphed")
+    }
 
 
 @pytest.mark.slow
