@@ -1,4 +1,4 @@
-"""The tables of the README, the site and lesson 5 (results/headline.json), and of engines.md and trainer.md (engines.json).
+"""The tables of the README, the site and lesson 5 (headline.json), and of engines.md and trainer.md (engines.json).
 
 python benchmarks/rivals.py OUT --headline    # measures on a GPU; copy OUT/headline.json to benchmarks/results
 python benchmarks/rivals.py OUT               # the same for OUT/engines.json
@@ -130,8 +130,8 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
             "training in the same run:"
         )
         foot = (
-            f"CUDA graph: the whole step is replayed as one graph. It is relative to eager ordinary training, too, and its "
-            f"peak is that of the capture. Other peaks are {peak}. Above 1 is slower or larger. "
+            "CUDA graph: the whole step is replayed as one graph. It is relative to eager ordinary training, too, and "
+            f"its peak is that of the capture. Other peaks are {peak}. Above 1 is slower or larger. "
             f"Spread: in the raw figures. Command: `{run['command']}`; [raw figures]({raw}).{without}"
         )
     return "\n".join([head, "", *table(run, chinese=chinese), "", foot])

@@ -153,7 +153,7 @@ class Loop:
         return 1e3 * (time.perf_counter() - start) / steps
 
     def peak(self) -> int | None:
-        """Return the peak of two steps of this loop alone, with what it holds between steps; a graph's when captured."""
+        """Return the peak of two steps of this loop alone, with what it holds between steps; of a graph's capture."""
         if device() == "cpu":
             return None
         if self.captured_peak is not None:
