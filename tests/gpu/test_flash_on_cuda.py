@@ -227,8 +227,8 @@ def peak_of_steps(engine: FlashEngine | None, model: nn.Module, x: torch.Tensor,
             loss = model(x).float().square().mean()
         loss.backward()
         if engine is not None:
-            for _parameter, total, _factors in engine.factored_sums():
-                del total
+            for batch in engine.factored_sums():
+                del batch
         peak = torch.cuda.max_memory_allocated() - before
         del loss
     return peak
