@@ -36,16 +36,22 @@ class Recurrent(nn.Module):
 
 
 def convolutions(conv: type[nn.Conv2d]) -> nn.Module:
-    """Kernels of 3 and 1, strides, 49 and 196 positions, groups, a depthwise layer, and layers of equal shapes."""
+    """Kernels of 3 and 1, strides, 49 and 196 positions, groups and a depthwise layer."""
     return nn.Sequential(
-        conv(3, 16, 3, 1, 1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1),
-        nn.GroupNorm(4, 16), conv(16, 32, 1), conv(32, 32, 3, 2, 1), nn.Tanh(),
+        conv(3, 16, 3, 1, 1), nn.GroupNorm(4, 16), nn.ReLU(), conv(16, 32, 1), conv(32, 32, 3, 2, 1), nn.Tanh(),
         nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.Conv2d(32, 16, 3, 1, 1, groups=4), conv(16, 8, 1, 2),
     )  # fmt: skip
 
 
+def equal_layers() -> nn.Module:
+    """Layers of equal shapes, which share launches."""
+    layers = (nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1), nn.GELU(), nn.Conv2d(16, 16, 1)) for _ in range(3))
+    return nn.Sequential(nn.Conv2d(3, 16, 3), *layers)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutions": (lambda: convolutions(nn.Conv2d), (6, 3, 14, 14)),
+    "equal": (equal_layers, (6, 3, 14, 14)),
     "standardised": (lambda: convolutions(StandardisedConv), (6, 3, 14, 14)),
     "lstm": (lambda: Recurrent(nn.LSTM), (6, 40, 24)),
     "gru": (lambda: Recurrent(nn.GRU), (6, 40, 24)),
