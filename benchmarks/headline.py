@@ -19,7 +19,10 @@ from rows import CELLS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COLUMNS = ("standard", "flat", "ghost", "flash", "standard graphed", "flash graphed")  # of the README
+COLUMNS = (  # of the README, as far as the run has them
+    *("standard", "flat", "ghost", "flash", "standard graphed", "flash graphed"),
+    *("standard compiled", "flash compiled"),
+)
 ENGINES = (  # lines of docs/engines.md
     *("standard", "flash", "flat", "functorch", "ghost", "opake", "standard tf32", "fastdp tf32"),
     *("standard compiled", "flash compiled", "opake compiled"),
@@ -27,6 +30,17 @@ ENGINES = (  # lines of docs/engines.md
 BEGIN, END = "<!-- headline: begin -->", "<!-- headline: end -->"
 STATUS_ZH = {"refused": "不支持", "oom": "显存不足", "failed": "出错", "not measured": "未测"}
 STATUS = {"refused": "refused", "oom": "out of memory", "failed": "fails", "not measured": "not measured"}
+
+
+NOTES = {
+    "graphed": "CUDA graph: the whole step is replayed as one graph, also relative to eager ordinary training, and its peak "
+    "is that of the capture.",
+    "compiled": "Compiled flash is relative to compiled ordinary training.",
+}
+NOTES_ZH = {
+    "graphed": "CUDA 图：整个训练步作为一个 CUDA 图重放，同样相对逐算子执行的普通训练，峰值取捕获时的值；其余",
+    "compiled": "编译后的 flash 相对编译后的普通训练。",
+}
 
 
 def figure(cell: dict[str, Any] | None, *, chinese: bool) -> str:
@@ -42,11 +56,17 @@ def figure(cell: dict[str, Any] | None, *, chinese: bool) -> str:
     return f"{cell['time_ratio']:.2f}×" + ("" if peak_ratio is None else f"{comma}{peak_ratio:.2f}×")
 
 
+def columns(run: dict[str, Any]) -> list[str]:
+    return [key for key in COLUMNS if any(key in row["cells"] for row in run["rows"].values())]
+
+
 def table(run: dict[str, Any], *, chinese: bool) -> list[str]:
-    titles = [CELLS[key].title_zh if chinese else CELLS[key].title for key in COLUMNS]
-    lines = [f"| {'模型，批大小' if chinese else 'model, batch'} | {' | '.join(titles)} |", "| --- " * 7 + "|"]
+    keys = columns(run)
+    titles = [CELLS[key].title_zh if chinese else CELLS[key].title for key in keys]
+    lines = [f"| {'模型，批大小' if chinese else 'model, batch'} | {' | '.join(titles)} |"]
+    lines.append("| --- " * (1 + len(keys)) + "|")
     for row in run["rows"].values():
-        figures = [figure(row["cells"].get(key), chinese=chinese) for key in COLUMNS]
+        figures = [figure(row["cells"].get(key), chinese=chinese) for key in keys]
         lines.append(f"| {row['label_zh' if chinese else 'label']} | {' | '.join(figures)} |")
     return lines
 
@@ -113,6 +133,7 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
     raw = link("benchmarks/results/headline.json")
     peak, peak_zh = run.get("peak", "of a clear step"), run.get("peak_zh", "取首步校验之后的步")
     without = "".join(f"\n- {line}" for line in reasons(run["rows"].values(), COLUMNS, chinese=chinese))
+    kind = "graphed" if "flash graphed" in columns(run) else "compiled"
     without = without and f"\n\n{'没有数字的格子：' if chinese else 'Cells without a figure:'}\n{without}"
     if chinese:
         head = (
@@ -120,8 +141,7 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
             "每步时间和显存峰值，相对同一次运行的普通训练："
         )
         foot = (
-            f"CUDA 图的各列把整个训练步作为一个 CUDA 图重放，也相对逐算子执行的普通训练；其峰值取捕获时的值。"
-            f"其余峰值{peak_zh}。数值大于 1 表示更慢或更占显存。波动见原始数据。"
+            f"{NOTES_ZH[kind]}峰值{peak_zh}。数值大于 1 表示更慢或更占显存。波动见原始数据。"
             f"命令：`{run['command']}`；[原始数据]({raw})。{without}"
         )
     else:
@@ -130,8 +150,7 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
             "training in the same run:"
         )
         foot = (
-            "CUDA graph: the whole step is replayed as one graph. It is relative to eager ordinary training, too, and "
-            f"its peak is that of the capture. Other peaks are {peak}. Above 1 is slower or larger. "
+            f"{NOTES[kind]} Peaks are {peak}. Above 1 is slower or larger. "
             f"Spread: in the raw figures. Command: `{run['command']}`; [raw figures]({raw}).{without}"
         )
     return "\n".join([head, "", *table(run, chinese=chinese), "", foot])

@@ -24,7 +24,7 @@ def headline():
 
 @pytest.fixture(scope="module")
 def run(headline):
-    return json.loads(headline.RESULTS.read_text(encoding="utf-8"))
+    return json.loads((headline.RESULTS / "headline.json").read_text(encoding="utf-8"))
 
 
 def paragraphs_outside_the_table(text: str) -> list[str]:
@@ -45,9 +45,9 @@ def models_of(run) -> set[str]:
     return {re.split(r"[ ,，]", row["label"])[0] for row in run["rows"].values()} - {"decoder"}
 
 
-def test_pages_are_what_the_script_writes(headline, run):
+def test_pages_are_what_the_script_writes(headline):
     for page in headline.PAGES:
-        text = (ROOT / page.path).read_text(encoding="utf-8")
+        text, run = (ROOT / page.path).read_text(encoding="utf-8"), json.loads(page.results.read_text(encoding="utf-8"))
         assert headline.written(page, text, run) == text, "run: python benchmarks/headline.py write"
 
 
@@ -71,15 +71,23 @@ def test_a_second_figure_is_found_outside_the_table_alone():
 def test_a_cell_without_a_figure_says_why(headline):
     cells = {
         "standard": {"status": "ok", "ms": 53.4, "peak_bytes": 2**30},
+        "flat": {"status": "not measured"},
         "ghost": {"status": "refused", "reason": "Tied."},
     }
     run = {"rows": {"gpt2": {"label": "GPT-2", "label_zh": "GPT-2", "cells": cells}}}
-    assert headline.table(run, chinese=False)[2] == (
-        "| GPT-2 | 53 ms, 1.0 GiB | not measured | refused | not measured | not measured | not measured |"
-    )
+    assert headline.table(run, chinese=False)[2] == ("| GPT-2 | 53 ms, 1.0 GiB | not measured | refused |")
     rows = run["rows"].values()
     assert headline.reasons(rows, headline.COLUMNS, chinese=False) == ["GPT-2, Opacus ghost: Tied."]
     assert headline.reasons(rows, ("flat",), chinese=False) == []
+
+
+def test_the_table_has_the_columns_of_its_run_and_says_what_they_are_relative_to(headline):
+    done = {"status": "ok", "ms": 20.0, "peak_bytes": 2**30, "time_ratio": 0.7, "peak_ratio": 1.0}
+    rows = {"gpt2": {"label": "GPT-2", "label_zh": "GPT-2", "cells": {"standard": done, "flash graphed": done}}}
+    run = {"command": "x", "date": "2026-01-01", "device": "GPU", "versions": {"torch": "2"}, "rows": rows}
+    text = headline.block(run, lambda path: path, chinese=False)
+    assert "| model, batch | ordinary training | **flash, CUDA graph** |" in text
+    assert "relative to eager ordinary training" in text and "Compiled" not in text
 
 
 def test_the_table_of_engines_has_a_line_for_each_and_the_models_they_were_tried_on(headline):
