@@ -33,8 +33,8 @@ STATUS = {"refused": "refused", "oom": "out of memory", "failed": "fails", "not 
 
 
 NOTES = {
-    "graphed": "CUDA graph: the whole step is replayed as one graph, also relative to eager ordinary training. Its peak is "
-    "that of the capture.",
+    "graphed": "CUDA graph: the whole step is replayed as one graph, also relative to eager ordinary training. Its "
+    "peak is that of the capture.",
     "compiled": "Compiled flash is relative to compiled ordinary training.",
 }
 NOTES_ZH = {
