@@ -354,8 +354,8 @@ class BareTap(TapOfSamples):
             found = self._learn(func, leaves, spec, batch)
             if isinstance(found, str):
                 raise self.cannot_follow(found)
-            if batch < 2:
-                return found  # one sample alone shows nothing of how several are treated
+            if batch < 2 or 0 in [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]:
+                return found  # one sample alone shows nothing of how several are treated, nor does an empty tensor
             role = self.roles[key] = found
         elif isinstance(role, BareUse) and not role.fits(leaves, batch):
             again = self._learn(func, leaves, spec, batch)

@@ -247,12 +247,11 @@ class Verification:
             failure = error
         for tap, dim, shared in unknown:
             if dim not in (tap.shared if shared else tap.known):
-                if shared and failure is None:
+                if failure is None:
                     raise NotFollowed([tap.module], "it is given samples that are chosen by the data")
-                reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
                 raise UserError(
-                    f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
-                    f"{KEEP_BATCH_FIRST}"
+                    f"whether the rows of what {tap.name} was given are the samples is not known (the forward could "
+                    f"not be run again to find out: {failure}): {KEEP_BATCH_FIRST}"
                 )
 
     def _forbid_training_on(self, places: Collection[OutputPlace], output: Any, batch: int) -> None:

@@ -1,5 +1,6 @@
 """The engine knows which rows of a layer's input are samples: it is exact, or refuses by name, whatever the sizes."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -391,19 +392,31 @@ CHOOSING = {
 }
 
 
+class ChoosesSamples(nn.Module):
+    def __init__(self, choose: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.choose, self.inner, self.head = choose, nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.choose(self.inner, x, x[:, 0] > 0))
+
+
 @pytest.mark.parametrize("place", range(5))
 @pytest.mark.parametrize("choose", CHOOSING.values(), ids=CHOOSING)
 def test_a_layer_that_is_given_one_chosen_sample_is_exact_in_the_first_batch(choose, place):
     """Its one row is expanded, as one that all samples share, and autograd then gives sample 0 all of the gradient."""
-
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.Linear(D, D), nn.Linear(D, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(choose(self.inner, x, x[:, 0] > 0))
-
     x = torch.randn(5, D)
     x[:, 0] = torch.where(torch.arange(5) == place, 1.0, -1.0)
-    assert_exact(Chosen(), {"x": x}, lambda model, batch: model(batch["x"]).sin().sum(1))
+    assert_exact(ChoosesSamples(choose), {"x": x}, lambda model, batch: model(batch["x"]).sin().sum(1))
+
+
+@pytest.mark.parametrize("choose", CHOOSING.values(), ids=CHOOSING)
+def test_a_batch_of_which_no_sample_is_chosen_tells_nothing_of_later_ones(choose):
+    """An operator of an empty tensor goes with any layout of rows."""
+    model, losses = ChoosesSamples(choose), lambda model, batch: model(batch["x"]).sin().sum(1)
+    engine = FlashEngine(model)
+    for size, chosen in ((6, 6), (6, 0), (4, 1), (5, 2), (4, 1)):
+        x = torch.randn(size, D)
+        x[:, 0] = torch.where(torch.arange(size) < chosen, 1.0, -1.0)
+        assert_next_step_is_exact(engine, {"x": x}, losses)
+    engine.detach()
