@@ -251,7 +251,7 @@ def launch(
     direct = has_triton(*DIRECT_CALLS) and device.type == "cuda" and dry_run.current() is None
     if direct and reduce(or_, map(torch.Tensor.data_ptr, there)) % 16 == 0:
         integers = [each for each in arguments if type(each) is int] if specialised else []
-        kinds = [(n % 16 == 0, n == 1, n >= 2**31) for n in integers]
+        kinds = [(n % 16 == 0, n == 1, n.bit_length() > 31, n >= 2**63) for n in integers]
         dtypes = [None if each is None else each.dtype for each in operands]
         key = (kernel.__name__, device_index(device), *dtypes, *values, *kinds)
     with launch_on(device):
