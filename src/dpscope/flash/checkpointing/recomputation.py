@@ -65,7 +65,7 @@ def project(left: Left) -> dict[str, Tensor]:
             if complete and part.saved:
                 x = part.saved[0]
                 add(LEFT_INPUTS, x if x.is_floating_point() else x.double(), number)  # ids are numbers as good as any
-    return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
+    return projections(found) if found else {}
 
 
 class Fingerprint(NamedTuple):

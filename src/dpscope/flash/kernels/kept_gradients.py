@@ -33,7 +33,8 @@ over all elements, too: the signs are hashed, not alternating). Sums are taken i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -338,19 +339,28 @@ _STRIDE = 32 * 40_503
 """Between the numbers of the first elements of two tensors: their signs are others."""
 
 
-def projections(values: Sequence[Tensor], numbers: Sequence[int], *, backend: Backend = "auto") -> Tensor:
-    """Return projections and squared norms of tensors (B, …): (2, B) float64. Each tensor's number gives its signs."""
-    values = list(map(Tensor.contiguous, values))
+Numbered = tuple[Sequence[Tensor], Sequence[int]]  # tensors (B, …), and the number of each, which gives its signs
+
+
+def projections(kinds: Mapping[str, Numbered], *, backend: Backend = "auto") -> dict[str, Tensor]:
+    """Return projections and squared norms, (2, B) float64, of each kind of tensors. Equal dtypes share a launch."""
+    names = [name for name, (values, _) in kinds.items() for _ in values]
+    values = [each.contiguous() for own, _ in kinds.values() for each in own]
+    numbers = [number for _, own in kinds.values() for number in own]
     batch = len(values[0])
     starts = [number * _STRIDE for number in numbers]
-    total = torch.zeros((2, batch), dtype=torch.float64, device=values[0].device)
-    made, left = sums_of_chunks(_projections_kernel, values, starts, total.shape, batch, backend=backend)
-    for _, partials in made:
-        total += partials.sum(-1)
+    totals = {name: torch.zeros((2, batch), dtype=torch.float64, device=values[0].device) for name in kinds}
+    made, left = sums_of_chunks(_projections_kernel, values, starts, (2, batch), batch, backend=backend)
+    for members, partials in made:
+        chunks: Counter[str] = Counter()  # tensors of a kind lie side by side
+        for i in members:
+            chunks[names[i]] += -(-values[i].shape[1:].numel() // SAMPLE_CUT.chunk)
+        for name, own in zip(chunks, torch.split(partials, list(chunks.values()), -1), strict=True):
+            totals[name] += own.sum(-1)
     for i in left:
-        total[0] += _project(values[i], numbers[i])
-        total[1] += row_norms_squared(values[i])
-    return total
+        totals[names[i]][0] += _project(values[i], numbers[i])
+        totals[names[i]][1] += row_norms_squared(values[i])
+    return totals
 
 
 @partial(jit, do_not_specialize=("n_tensors", "steps", "chunks", "samples"))

@@ -138,9 +138,10 @@ def list_launches(
     the host fills later; a CUDA graph reads them from there.
     """
     sizes, pointers, kinds = _read(columns, starts, stacked, samples)
-    launches: list[ListLaunch] = []
+    waiting: list[tuple[Any, ...]] = []  # kind, members, extents, pointers
     left: list[int] = []
-    for (device, is_aligned, ordered, types), found in kinds.items():
+    for kind, found in kinds.items():
+        device, _, ordered, types = kind
         served = ordered and all(dtype in TRITON_DTYPES for dtype in types)
         if not use_triton(
             backend, device, served=served, why_not=f"dtypes {types}, not contiguous, or cut inside a block of noise"
@@ -153,29 +154,27 @@ def list_launches(
         whole = len(members) == len(sizes)
         of_each = (sizes, starts, factor_rows or [0] * len(sizes))
         chosen = of_each if whole else [[column[i] for i in members] for column in of_each]
-        chunk_starts, extents, programs, of_launch = _extents(cut, device, *map(tuple, chosen))
-        chosen_pointers = pointers if whole else [[column[i] for i in members] for column in pointers]
-        key, table = table_on(
-            device, words_of((seed, offset), numbers), list(chain.from_iterable(zip(*chosen_pointers, strict=True)))
-        )
-        launches.append(
-            ListLaunch(
-                members=members,
-                device=device,
-                dtypes=[TRITON_DTYPES[dtype] for dtype in types],
-                aligned=is_aligned,
-                programs=programs,
-                arguments=(
-                    key if row is None else row,
-                    chunk_starts,
-                    extents,
-                    table,
-                    len(members),
-                    len(members).bit_length(),
-                ),
-                cut=of_launch,
+        own = pointers if whole else [[column[i] for i in members] for column in pointers]
+        extents = _extents(cut, device, *map(tuple, chosen))
+        waiting.append((kind, members, extents, list(chain.from_iterable(zip(*own, strict=True)))))
+    launches: list[ListLaunch] = []
+    for here in dict.fromkeys(kind[0] for kind, *_ in waiting):
+        there = [each for each in waiting if each[0][0] == here]
+        key, *tables = table_on(here, words_of((seed, offset), numbers), *(table for *_, table in there))
+        key = key if row is None else row
+        for ((_, is_aligned, _, types), members, extents, _), table in zip(there, tables, strict=True):
+            chunk_starts, of_each, programs, of_launch = extents
+            launches.append(
+                ListLaunch(
+                    members=members,
+                    device=here,
+                    dtypes=[TRITON_DTYPES[dtype] for dtype in types],
+                    aligned=is_aligned,
+                    programs=programs,
+                    arguments=(key, chunk_starts, of_each, table, len(members), len(members).bit_length()),
+                    cut=of_launch,
+                )
             )
-        )
     return launches, left
 
 

@@ -6,12 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.kept_gradients import projections
+from dpscope.flash.kernels import kept_gradients
 
 SHAPES = [(13, 64), (3001,), (16, 24)]
 
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+def projections(values: list[Tensor], numbers: list[int], *, backend: str) -> Tensor:
+    return kept_gradients.projections({"": (values, numbers)}, backend=backend)[""]
 
 
 def values(dtype: torch.dtype = torch.float32, batch: int = 3) -> list[Tensor]:
@@ -65,3 +69,11 @@ def test_a_sample_that_is_not_finite_has_no_finite_squares(poison, backend):
     given = values()
     given[1][2, 7] = poison
     assert projections(given, [0, 1, 2], backend=backend)[1].isfinite().tolist() == [True, True, False]
+
+
+def test_kinds_that_share_a_launch_are_as_apart(backend):
+    kinds = {"sums": values(), "gradients": values(torch.bfloat16), "inputs": [2 * each for each in values()[:2]]}
+    kinds = {name: (own, [3 * at for at in range(len(own))]) for name, own in kinds.items()}
+    found = kept_gradients.projections(kinds, backend=backend)
+    for name, (own, numbers) in kinds.items():
+        torch.testing.assert_close(found[name], projections(own, numbers, backend=backend), rtol=0.0, atol=1e-9)
