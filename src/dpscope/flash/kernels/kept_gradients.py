@@ -339,10 +339,12 @@ _STRIDE = 32 * 40_503
 """Between the numbers of the first elements of two tensors: their signs are others."""
 
 
-Numbered = tuple[Sequence[Tensor], Sequence[int]]  # tensors (B, …), and the number of each, which gives its signs
+NumberedTensors = tuple[
+    Sequence[Tensor], Sequence[int]
+]  # tensors (B, …), and the number of each, which gives its signs
 
 
-def projections(kinds: Mapping[str, Numbered], *, backend: Backend = "auto") -> dict[str, Tensor]:
+def projections(kinds: Mapping[str, NumberedTensors], *, backend: Backend = "auto") -> dict[str, Tensor]:
     """Return projections and squared norms, (2, B) float64, of each kind of tensors. Equal dtypes share a launch."""
     names = [name for name, (values, _) in kinds.items() for _ in values]
     values = [each.contiguous() for own, _ in kinds.values() for each in own]

@@ -354,8 +354,8 @@ class BareTap(TapOfSamples):
             found = self._learn(func, leaves, spec, batch)
             if isinstance(found, str):
                 raise self.cannot_follow(found)
-            if batch < 2 or 0 in [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]:
-                return found  # one sample alone shows nothing of how several are treated, nor does an empty tensor
+            if batch < 2:
+                return found  # one sample alone shows nothing of how several are treated
             role = self.roles[key] = found
         elif isinstance(role, BareUse) and not role.fits(leaves, batch):
             again = self._learn(func, leaves, spec, batch)
@@ -378,9 +378,9 @@ class BareTap(TapOfSamples):
 
     def _signature(self, leaf: Any) -> Any:
         if type(leaf) is Bare:
-            return leaf.origin, leaf.plain.dim()
-        if isinstance(leaf, Tensor):
-            return "tensor", leaf.dim(), leaf.is_floating_point(), leaf.dtype == torch.bool
+            return leaf.origin, leaf.plain.dim(), leaf.plain.numel() > 0
+        if isinstance(leaf, Tensor):  # an empty one goes with any layout of rows, and shows nothing of others
+            return "tensor", leaf.dim(), leaf.is_floating_point(), leaf.dtype == torch.bool, leaf.numel() > 0
         if isinstance(leaf, float):
             return float
         return leaf if isinstance(leaf, int | str | None) else repr(leaf)

@@ -129,7 +129,8 @@ class BareUse(_Seen):
             found = gradients_by_row(self, operands, spec, gs, autocast)
             if self.each > 1:
                 found = [(operand, self.block(_whole(values)).sum(1)) for operand, values in found]
-        parts = [part for operand, g in found for part in self._of_parameters(operand.plain, g)]
+        there = ((operand.plain, g) for operand, g in found if operand.plain.numel())  # an empty one has no gradient
+        parts = [part for plain, g in there for part in self._of_parameters(plain, g)]
         # What is added to later has to have a place for each element, and not to be autograd's or another parameter's:
         # a sum's terms have one gradient, the same tensor.
         shared = Counter(tensor.untyped_storage().data_ptr() for tensor in (*gs, *(values for _, values in parts)))
