@@ -122,6 +122,20 @@ def test_a_layers_inputs_are_freed_as_its_sum_is_handed_out():
     assert alive[0] <= 3
 
 
+def test_a_cpu_frees_the_inputs_of_a_large_weight_before_the_next_one_is_summed():
+    model = nn.Sequential(nn.Linear(512, 640), nn.Linear(640, 512), nn.Linear(512, 640))
+    with FlashEngine(model, max_grad_norm=1.0, path="gram") as engine:
+        model(torch.randn(3, 4, 512)).sin().sum().backward()
+        weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        held = [weakref.ref(engine.slot(weight).contributions[0].g) for weight in weights]
+        alive = []
+        for batch in engine.factored_sums():
+            if any(parameter.dim() == 2 for parameter in batch.parameters):
+                alive.append(sum(each() is not None for each in held))
+            del batch
+    assert alive == [2, 1, 0]
+
+
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,8 @@ GROUP_BYTES = 1 << 30
 # So they are for what a CUDA graph gave out: that was copied, and the graph keeps its memory. On an H200 at 8 × 256 of
 # preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 LEAST_GROUP_BYTES = 1 << 28
+# Nothing is launched on a CPU: a large weight's x and g are freed before the next one is summed.
+CPU_GROUP_BYTES = 1 << 20
 
 EACH_ROW = RowGroups(1)
 
@@ -191,7 +193,7 @@ class MicroBatch:
         if True in [part.is_copy for part in there]:
             return LEAST_GROUP_BYTES
         if self._room is None:
-            return GROUP_BYTES
+            return CPU_GROUP_BYTES if self.clipping.scale.is_cpu else GROUP_BYTES
         kept = [values for part in there if (values := part.values) is not None]
         freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
         return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
