@@ -133,8 +133,8 @@ class BetweenBlocks(Recorder):
 class RerunRecorder(Recorder):
     """Recorder of a block that runs again for the parameters `slots`.
 
-    Of its `products` the values are read; later ones are zeros. That saves the product that a transformer block ends
-    in, a third of its forward.
+    The first `products` products are computed. Later ones are zeros, because nothing reads their values: a transformer
+    block ends in such a product, a third of its forward.
     """
 
     sums_at_once = True

@@ -172,8 +172,8 @@ class BlockPass:
     `gathered` holds them until the block's norms are taken, which is when backward leaves the block. If it is `summed`
     then, it runs again only if it `keeps_boundary` and one of its parameters turns out to be used elsewhere, too.
 
-    products: how many products of layers torch made when it ran the block for this pass. A checkpoint stops at the last
-    tensor that backward reads, so nobody reads the value of a later one.
+    products: number of layer products that torch computed when it ran the block for this pass. A checkpoint stops at
+    the last tensor that backward reads, so nothing reads the value of a later product.
     """
 
     index: int

@@ -267,7 +267,7 @@ class ConvProduct(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Convolutions of equal shapes that share a launch: their places in a list, and, of several, tables of x and g."""
+    """Convolutions of equal shapes that share a launch: their places in a list, and tables of x and g if several do."""
 
     members: list[int]
     plan: _Plan

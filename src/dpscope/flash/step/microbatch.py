@@ -31,7 +31,7 @@ GROUP_BYTES = 1 << 30
 # So they are for what a CUDA graph gave out: that was copied, and the graph keeps its memory. On an H200 at 8 × 256 of
 # preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 LEAST_GROUP_BYTES = 1 << 28
-# Nothing is launched on a CPU: a large weight's x and g are freed before the next one is summed.
+# A CPU gains nothing from large groups. With small ones, x and g of a large weight are freed before the next sum.
 CPU_GROUP_BYTES = 1 << 20
 
 EACH_ROW = RowGroups(1)
